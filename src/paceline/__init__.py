@@ -1,0 +1,5 @@
+"""Paceline: the rollout orchestrator of RL post-training."""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"

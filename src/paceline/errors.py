@@ -1,0 +1,38 @@
+"""Every error Paceline raises on purpose, split by who must act.
+
+A message names the thing, gives the two facts that disagree, and says what to do.
+"""
+
+from __future__ import annotations
+
+
+class PacelineError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ConfigError(PacelineError):
+    """The configuration cannot work. Raised before any engine is contacted; the user acts."""
+
+
+class EngineError(PacelineError):
+    """An engine call failed or answered nonsense. Recorded on its rollout; the siblings go on."""
+
+
+class EnvError(PacelineError):
+    """An environment broke its contract. Recorded on its rollout; the siblings go on."""
+
+
+class TrainerError(PacelineError):
+    """The trainer died, or published something that cannot be used. Ends the run."""
+
+
+class WireError(PacelineError):
+    """A batch, weight directory or journal on disk is not what it claims to be."""
+
+
+class NoProgressError(PacelineError):
+    """Nothing can train any more: too many groups in a row died. Ends the run with the counts."""
+
+
+class InvariantError(PacelineError):
+    """Our own bookkeeping is wrong. Nobody catches it: the run stops, the journal stays."""
