@@ -1,0 +1,1 @@
+"""Every option of a run: frozen models, one file a section."""
