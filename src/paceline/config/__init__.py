@@ -1,1 +1,55 @@
-"""Every option of a run: frozen models, one file a section."""
+"""Every config model, one file a section; `load` reads TOML and command-line overrides into them."""
+
+from __future__ import annotations
+
+from paceline.config.algorithm import AlgorithmSection
+from paceline.config.base import Section
+from paceline.config.batch import BatchSection
+from paceline.config.engine import EmbeddedEngine, EngineSection, VllmEngine
+from paceline.config.environment import EnvSection, EvalSection, Limits
+from paceline.config.filters import (
+    FiltersSection,
+    GibberishFilter,
+    LengthFilter,
+    PreFilter,
+    RepetitionFilter,
+)
+from paceline.config.metrics import MetricsSection, PrometheusSection, TensorboardSection, WandbSection
+from paceline.config.model import ModelSection, SamplingOverride, SamplingSection
+from paceline.config.run import RunConfig, RunSection
+from paceline.config.scheduling import AdmissionSection, FixedAdmission, OverlapScheduling, SchedulingSection
+from paceline.config.trainer import CheckpointSection, ExternalTrainer, ReferenceTrainer, TrainerSection
+
+__all__ = [
+    "AdmissionSection",
+    "AlgorithmSection",
+    "BatchSection",
+    "CheckpointSection",
+    "EmbeddedEngine",
+    "EngineSection",
+    "EnvSection",
+    "EvalSection",
+    "ExternalTrainer",
+    "FiltersSection",
+    "FixedAdmission",
+    "GibberishFilter",
+    "LengthFilter",
+    "Limits",
+    "MetricsSection",
+    "ModelSection",
+    "OverlapScheduling",
+    "PreFilter",
+    "PrometheusSection",
+    "ReferenceTrainer",
+    "RepetitionFilter",
+    "RunConfig",
+    "RunSection",
+    "SamplingOverride",
+    "SamplingSection",
+    "SchedulingSection",
+    "Section",
+    "TensorboardSection",
+    "TrainerSection",
+    "VllmEngine",
+    "WandbSection",
+]

@@ -1,12 +1,11 @@
-"""What every config section has in common."""
+"""The base of every config section."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 
-class Section(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """One table of the config file: frozen, no unknown key, and every field documented under itself.
+class Section(BaseModel):
+    """Frozen, strict about unknown keys; the docstring under a field is its help text."""
 
-    The docstring under a field is its description everywhere: `--help`, the reference, the JSON schema.
-    """
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)

@@ -1,0 +1,52 @@
+"""Where tokens come from."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from paceline.config.base import Section
+
+
+class EmbeddedEngine(Section):
+    """Paceline's own small engine, in a process of its own: laptops, tests, studies."""
+
+    type: Literal["embedded"] = "embedded"
+    """Which kind of engine."""
+    replicas: int = Field(default=1, ge=1)
+    """Engine processes."""
+    kv_tokens: int = Field(default=32768, ge=64)
+    """KV-cache capacity of each, in tokens; small enough and pressure is real."""
+    block_size: int = Field(default=16, ge=1)
+    """Tokens of one KV block."""
+    max_num_seqs: int = Field(default=64, ge=1)
+    """Sequences decoded together."""
+    max_batched_tokens: int = Field(default=512, ge=16)
+    """Tokens of one step, decode and chunked prefill together."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Longest context; none takes the model's."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What it computes in."""
+    start_s: float = Field(default=120.0, gt=0)
+    """Seconds it may take to start."""
+
+
+class VllmEngine(Section):
+    """Running vLLM servers, reached over HTTP."""
+
+    type: Literal["vllm"]
+    """Which kind of engine."""
+    urls: tuple[str, ...] = Field(min_length=1)
+    """Base address of each server, without `/v1`."""
+    api_key_env: str | None = None
+    """Environment variable that holds the bearer token; the token itself never enters a config."""
+    max_connections: int = Field(default=4096, ge=1)
+    """Connections kept to each server; at least the cap."""
+    request_s: float = Field(default=600.0, gt=0)
+    """Seconds one request may take."""
+    start_s: float = Field(default=600.0, gt=0)
+    """Seconds to wait for the servers to answer."""
+
+
+EngineSection = Annotated[EmbeddedEngine | VllmEngine, Field(discriminator="type")]

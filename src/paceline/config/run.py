@@ -1,0 +1,113 @@
+"""The run itself, and the root that holds every section."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from paceline.config.algorithm import AlgorithmSection
+from paceline.config.base import Section
+from paceline.config.batch import BatchSection
+from paceline.config.engine import EmbeddedEngine, EngineSection
+from paceline.config.environment import EnvSection, EvalSection
+from paceline.config.filters import FiltersSection
+from paceline.config.metrics import MetricsSection
+from paceline.config.model import ModelSection, SamplingSection
+from paceline.config.scheduling import (
+    AdmissionSection,
+    FixedAdmission,
+    OverlapScheduling,
+    SchedulingSection,
+)
+from paceline.config.trainer import CheckpointSection, ReferenceTrainer, TrainerSection
+
+
+class RunSection(Section):
+    """The run."""
+
+    name: str = "run"
+    """Name of the run; its directory is `dir/name`, with a number behind it when that exists already."""
+    dir: str = "runs"
+    """Folder that holds run directories."""
+    seed: int = Field(default=0, ge=0)
+    """Seeds task order, mixing, group states and sampling noise."""
+    max_steps: int = Field(default=100, ge=1)
+    """Optimizer steps; the run ends when the last one's weights are in."""
+    drain_s: float = Field(default=8.0, gt=0)
+    """Seconds that running work may take to stop after Ctrl-C or SIGTERM, before it is abandoned."""
+
+
+class RunConfig(Section):
+    """Everything one run needs."""
+
+    run: RunSection = RunSection()
+    """The run."""
+    model: ModelSection
+    """The policy in training."""
+    sampling: SamplingSection = SamplingSection()
+    """How tokens are drawn."""
+    env: tuple[EnvSection, ...] = Field(min_length=1)
+    """Environments trained on, mixed by `weight`."""
+    eval: tuple[EvalSection, ...] = ()
+    """Held-out measurements."""
+    engine: EngineSection = EmbeddedEngine()
+    """Where tokens come from."""
+    scheduling: SchedulingSection = OverlapScheduling()
+    """How far generation runs ahead of training."""
+    admission: AdmissionSection = FixedAdmission()
+    """How many rollouts may run."""
+    algorithm: AlgorithmSection = AlgorithmSection()
+    """How rewards become advantages."""
+    filters: FiltersSection = FiltersSection()
+    """What is kept out of training."""
+    batch: BatchSection = BatchSection()
+    """How batches are cut and packed."""
+    trainer: TrainerSection = ReferenceTrainer()
+    """Who trains."""
+    checkpoint: CheckpointSection = CheckpointSection()
+    """What `--resume` goes on from."""
+    metrics: MetricsSection = MetricsSection()
+    """Where numbers go."""
+    services: dict[str, str] = {}
+    """I/O that algorithms ask for by name: name = `module:async_callable`."""
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> Self:
+        for kind, names in (("env", [e.label for e in self.env]), ("eval", [e.label for e in self.eval])):
+            for name in names:
+                if name == "all":
+                    raise ValueError(f"{kind} name 'all' is reserved for totals in metrics: choose another name")
+                if names.count(name) > 1:
+                    raise ValueError(f"two {kind} sections are both called {name!r}: give one of them a `name`")
+        return self
+
+    @model_validator(mode="after")
+    def _groups_fit(self) -> Self:
+        target = self.batch.target_rollouts
+        for env in self.env:
+            size = env.group_size
+            if target is not None and size > target:
+                raise ValueError(
+                    f"env {env.label!r} has group_size {size} > batch.rollouts {target}: a group would never fit "
+                    "one batch; lower group_size or raise batch.rollouts"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _tokens_fit(self) -> Self:
+        for section in (*self.env, *self.eval):
+            sampling = section.sampling.over(self.sampling)
+            if isinstance(section, EnvSection) and (sampling.top_p < 1 or sampling.top_k > 0):
+                if self.engine.type != "embedded":
+                    raise ValueError(
+                        f"env {section.label!r} samples with top_p {sampling.top_p}, top_k {sampling.top_k}, but "
+                        f"engine {self.engine.type!r} may return logprobs of the unprocessed distribution: use "
+                        "top_p = 1 and top_k = -1 for training rollouts"
+                    )
+            if isinstance(section, EnvSection) and sampling.max_tokens >= self.batch.seq_len:
+                raise ValueError(
+                    f"env {section.label!r} may sample {sampling.max_tokens} tokens a turn, but batch.seq_len is "
+                    f"{self.batch.seq_len}: every such rollout would be cut; lower sampling.max_tokens or raise seq_len"
+                )
+        return self

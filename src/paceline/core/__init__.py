@@ -1,0 +1,1 @@
+"""What to decide: pure. Events and `now` in, commands out; no clock, no I/O, no asyncio, no hidden randomness."""

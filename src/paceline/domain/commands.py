@@ -1,0 +1,136 @@
+"""Commands: what the core wants done. A shell performs them and answers with events.
+
+Every command carries the reason for it, in words, for the journal, `explain` and the dashboard.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from paceline.domain.batch import Batch
+from paceline.domain.group import ClosedGroup
+from paceline.domain.ids import EngineId, EnvName, GroupId, RolloutId, Version
+from paceline.domain.rollout import CancelCause
+from paceline.domain.task import TaskRef
+
+
+class StartRollout(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """Run one rollout. Answered by exactly one `RolloutEnded`, however it ends."""
+
+    rollout: RolloutId
+    task: TaskRef
+    group_seed: int
+    """Shared by the members of a group: the initial state of the environment."""
+    noise_seed: int
+    """Keys the sampling noise of this member; a retry keeps it."""
+    engine: EngineId
+    """Where its turns should go."""
+    version: Version
+    """Policy version when it was started, for display and for `start together`; tokens carry their own."""
+    reason: str = ""
+
+
+class GrantTurn(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """Let a waiting rollout call an engine, once. Answered by exactly one `SegmentEnded`."""
+
+    rollout: RolloutId
+    engine: EngineId
+    version: Version
+    """What the engine holds now: salts its prefix cache."""
+
+
+class CancelRollout(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """Stop a rollout. Not answered by itself: it makes its `RolloutEnded` come sooner."""
+
+    rollout: RolloutId
+    cause: CancelCause
+    reason: str = ""
+
+
+class ProcessGroup(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """Turn a closed group into samples with advantages, off the loop. Answered by `GroupProcessed`."""
+
+    group: ClosedGroup
+    reason: str = ""
+
+
+class UpdateWeights(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """Pause one engine, load `version` from `path`, resume. Answered by `WeightsLoaded`."""
+
+    engine: EngineId
+    version: Version
+    path: str
+    reason: str = ""
+
+
+class ShipBatch(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """Pack a batch and put it where the trainer reads. Answered by `BatchShipped`."""
+
+    batch: Batch
+    reason: str = ""
+
+
+class SaveCheckpoint(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """Write the core's own state durably. Answered by `CheckpointSaved`."""
+
+    step: int
+    state: dict[str, Any]
+    """What `Core.restore` takes; msgpack-able."""
+    reason: str = ""
+
+
+class WakeAt(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """Send `TimerFired` at `at`, in seconds of the run's clock. A later one does not cancel an earlier."""
+
+    at: float
+    reason: str = ""
+
+
+class ReportEval(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """An eval epoch is complete. Not answered."""
+
+    env: EnvName
+    version: Version
+    """The version the epoch was opened for."""
+    newest_version: Version
+    """The newest version that sampled in it; evals do not stop training."""
+    rollouts: int
+    scored: int
+    mean_reward: float | None
+    """`avg@k`: over the scored rollouts; None when there were none."""
+    pass_at: dict[int, float] = {}
+    """Unbiased `pass@j` for powers of two up to k; empty when rewards are not binary."""
+    by_ending: dict[str, int] = {}
+    mean_tokens: float = 0.0
+    reason: str = ""
+
+
+class ForgetGroup(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """Nothing refers to this group any more; sessions and caches keyed by it may go. Not answered."""
+
+    group: GroupId
+    reason: str = ""
+
+
+class FinishRun(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """The last command: everything has settled."""
+
+    status: Literal["done", "stopped", "failed"]
+    reason: str
+
+
+Command: TypeAlias = (
+    StartRollout
+    | GrantTurn
+    | CancelRollout
+    | ProcessGroup
+    | UpdateWeights
+    | ShipBatch
+    | SaveCheckpoint
+    | WakeAt
+    | ReportEval
+    | ForgetGroup
+    | FinishRun
+)

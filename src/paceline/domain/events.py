@@ -1,0 +1,176 @@
+"""Events: everything that can happen to the core. A shell reports them, the journal keeps them.
+
+Every command that needs an answer is answered by exactly one event, errors included: see the table in
+`docs/architecture.md`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import msgspec
+
+from paceline.domain.group import GroupResult
+from paceline.domain.ids import EngineId, GroupId, RolloutId, Version
+from paceline.domain.load import EngineInfo, EngineLoad
+from paceline.domain.rollout import Finish, Rollout, VersionRuns
+
+
+class RunOpened(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """The shell is ready. The first event of a journal, and of each resumption."""
+
+    run_id: str
+    seed: int
+    resumed_from: int | None = None
+    """The step of the checkpoint this run goes on from; None for a fresh run."""
+
+
+class EngineJoined(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """An engine answers and may be used once it holds the policy's version."""
+
+    info: EngineInfo
+    version: Version
+    """The version it holds now."""
+
+
+class EngineLost(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """An engine no longer answers. Its rollouts end by events of their own."""
+
+    engine: EngineId
+    error: str
+
+
+class LoadReported(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """A reading of an engine's metrics; None when it did not answer, which is never read as free."""
+
+    engine: EngineId
+    load: EngineLoad | None
+
+
+class PolicyPublished(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """The trainer published weights."""
+
+    version: Version
+    path: str
+
+
+class WeightsLoaded(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """Answers `UpdateWeights`. From here on the engine samples with `version`, unless `error`."""
+
+    engine: EngineId
+    version: Version
+    seconds: float
+    error: str | None = None
+
+
+class TurnRequested(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """A rollout wants a model call. Answered by `GrantTurn`, now or later, unless it is cancelled."""
+
+    rollout: RolloutId
+    context_tokens: int
+    """Prompt tokens the call will send."""
+    max_tokens: int
+
+
+class SegmentEnded(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """Answers `GrantTurn`: one engine request ended, with what it sampled, however it ended."""
+
+    rollout: RolloutId
+    engine: EngineId
+    versions: VersionRuns
+    """Run-length over the tokens this request sampled; empty when it sampled none."""
+    finish: Finish
+    cached_tokens: int = 0
+    seconds: float = 0.0
+    error: str | None = None
+
+
+class RolloutEnded(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """Answers `StartRollout`: the work has really stopped, and its permit is free."""
+
+    rollout: Rollout
+
+
+class GroupProcessed(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """Answers `ProcessGroup`."""
+
+    result: GroupResult
+    seconds: float = 0.0
+    error: str | None = None
+    """Set when the algorithm or its I/O failed; then the group trains nothing, and is counted."""
+
+
+class BatchShipped(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """Answers `ShipBatch`: the batch is where the trainer will find it."""
+
+    step: int
+    bytes: int
+    pack_s: float
+    send_s: float
+
+
+class StepTrained(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """The trainer acknowledged a batch and says what it measured."""
+
+    step: int
+    metrics: dict[str, float]
+
+
+class CheckpointSaved(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """Answers `SaveCheckpoint`."""
+
+    step: int
+    seconds: float
+
+
+class TimerFired(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """Answers `WakeAt`."""
+
+
+class ShutdownRequested(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """Someone asked the run to end: cancel what runs, save, finish. A second one changes nothing."""
+
+    why: str
+
+
+Event: TypeAlias = (
+    RunOpened
+    | EngineJoined
+    | EngineLost
+    | LoadReported
+    | PolicyPublished
+    | WeightsLoaded
+    | TurnRequested
+    | SegmentEnded
+    | RolloutEnded
+    | GroupProcessed
+    | BatchShipped
+    | StepTrained
+    | CheckpointSaved
+    | TimerFired
+    | ShutdownRequested
+)
+
+Json: TypeAlias = dict[str, Any]
+"""A JSON-like tree."""
+
+__all__ = [
+    "BatchShipped",
+    "CheckpointSaved",
+    "EngineJoined",
+    "EngineLost",
+    "Event",
+    "GroupId",
+    "GroupProcessed",
+    "Json",
+    "LoadReported",
+    "PolicyPublished",
+    "RolloutEnded",
+    "RunOpened",
+    "SegmentEnded",
+    "ShutdownRequested",
+    "StepTrained",
+    "TimerFired",
+    "TurnRequested",
+    "WeightsLoaded",
+]

@@ -1,0 +1,131 @@
+"""The outside, as the runtime sees it: protocols of one to three methods.
+
+`runtime` calls them; `engines`, `envs`, `transport` and `journal` implement them; `paceline.testing` has a
+scripted one of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.domain.batch import PackedBatch
+from paceline.domain.commands import Command
+from paceline.domain.events import Event
+from paceline.domain.ids import Version
+from paceline.domain.load import EngineInfo, EngineLoad
+from paceline.domain.rollout import Finish, VersionRuns
+
+
+class SamplingParams(msgspec.Struct, frozen=True, gc=False):
+    """How tokens are drawn: the behaviour policy. All of it travels with the rollout."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1 draws from the whole vocabulary."""
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    """Keys the noise; with the embedded engine, token i of a sequence depends on (seed, i) alone."""
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, gc=False):
+    """One engine request: exactly these ids, continued."""
+
+    request_id: str
+    token_ids: NDArray[np.int32]
+    sampling: SamplingParams
+    session: str = ""
+    """Requests of one session should reach the same replica behind a router."""
+    cache_salt: str = ""
+    """Prefix-cache blocks are shared only between requests of one salt: one salt a version."""
+
+
+class GenerateReply(msgspec.Struct, frozen=True, gc=False):
+    """What came back. `token_ids` and `logprobs` have equal length S, checked by the client."""
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    finish: Finish
+    versions: VersionRuns
+    """Run-length over the S ids; the counts add up to S."""
+    cached_tokens: int = 0
+    stop_reason: str | int | None = None
+
+
+class Engine(Protocol):
+    """One inference engine (or a router's address that stands for several)."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    async def generate(self, request: GenerateRequest) -> GenerateReply:
+        """Carry out one request. Raises EngineError; an aborted request returns what it had sampled."""
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """Ask the engine to stop a request; its `generate` then returns with finish `abort`."""
+        ...
+
+    async def load(self) -> EngineLoad:
+        """Read the engine's metrics. Raises EngineError when it does not answer in time."""
+        ...
+
+    async def update_weights(self, version: Version, path: str) -> None:
+        """Pause, load, resume; returns once the engine serves `version`. Raises EngineError."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class BatchSink(Protocol):
+    """Where batches go."""
+
+    async def ship(self, packed: PackedBatch) -> int:
+        """Make the batch durable for the trainer; returns its bytes. Raises TrainerError or WireError."""
+        ...
+
+
+class Published(msgspec.Struct, frozen=True, gc=False):
+    """Something the trainer put out: new weights, or the acknowledgement of a step, or both."""
+
+    version: Version | None = None
+    path: str = ""
+    trained_step: int | None = None
+    metrics: dict[str, float] = {}
+
+
+class PolicySource(Protocol):
+    """Where the trainer's weights and acknowledgements come from."""
+
+    async def next(self) -> Published:
+        """Wait for the next thing the trainer put out. Raises TrainerError when it is unusable."""
+        ...
+
+
+class Journal(Protocol):
+    """Keeps events and the commands they caused, in order."""
+
+    def append(self, at: float, event: Event, commands: Sequence[Command]) -> None:
+        """Hand over one decision. Never blocks, never raises for a slow disk."""
+        ...
+
+    async def flush(self) -> None:
+        """Return once everything appended so far is on disk. Raises OSError."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Services(Protocol):
+    """I/O that an algorithm asks for: teachers, judges, group scorers."""
+
+    async def call(self, service: str, request: Any) -> Any:
+        """Answer one request of an algorithm. Whatever it raises fails the group, with the cause."""
+        ...
