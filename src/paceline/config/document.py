@@ -39,30 +39,25 @@ class Document:
 
     def put(self, path: Path, value: Any, source: Source, shape: Shape) -> None:
         """Set one value as a flag does, making the tables and list items on the way."""
-        upper: Any = value
-        sources: dict[Path, Source] = {path: source}
-        for depth in range(len(path), 0, -1):
-            part = path[depth - 1]
-            if isinstance(part, int):
-                # A list is replaced when merged, so its other items have to be in the new one.
-                whole = path[: depth - 1]
-                items = self.at(whole)
-                items = list(items) if isinstance(items, list) else []
-                old = items[part] if part < len(items) else {}
-                below = Document({"item": old}, {})
-                below.sources = {("item", *at[depth:]): s for at, s in self._below(path[:depth])}
-                fresh = Document({"item": upper})
-                fresh.sources = {("item", *at[depth:]): s for at, s in sources.items() if len(at) >= depth}
-                item_shape = shape_at(self.values, path[:depth], shape)
-                below._merge(below.values, fresh.values, (), Shape(values=item_shape), fresh)
-                items[part : part + 1] = [below.values["item"]]
-                sources = {at: s for at, s in self._below(whole) if at[: depth] != path[:depth]}
-                sources |= {(*path[:depth], *at[1:]): s for at, s in below.sources.items()}
-                sources.setdefault(whole, source)
-                upper = items
-            else:
-                upper = {part: upper}
-        self._merge(self.values, upper, (), shape, Document(upper, sources))
+        holder: Any = self.values
+        for depth, part in enumerate(path[:-1], start=1):
+            wanted = list if isinstance(path[depth], int) else dict
+            child = self.at(path[:depth])
+            if not isinstance(child, wanted):
+                self._forget(path[:depth])
+                child = wanted()
+                _set(holder, part, child)
+            self.sources.setdefault(path[:depth], source)
+            holder = child
+        if isinstance(holder, dict):
+            for name in _dropped(holder, {str(path[-1]): value}, shape_at(self.values, path[:-1], shape)):
+                del holder[name]
+                self._forget((*path[:-1], name))
+        if value == {} and isinstance(self.at(path), dict):
+            return  # "have this section" says nothing new
+        self._forget(path)
+        _set(holder, path[-1], value)
+        self.sources[path] = source
 
     def at(self, path: Path) -> Any:
         """The value at `path`; None where there is none."""
@@ -148,6 +143,13 @@ def _below_key(shape: Shape, table: Any, name: str | int) -> Shape:
             if name in keys_of(model):
                 return keys_of(model)[name].shape
     return shape.values or Shape(opaque=True)
+
+
+def _set(holder: Any, part: str | int, value: Any) -> None:
+    if isinstance(holder, list) and part == len(holder):
+        holder.append(value)
+    else:
+        holder[part] = value
 
 
 def _dropped(lower: dict[str, Any], upper: dict[str, Any], shape: Shape) -> list[str]:

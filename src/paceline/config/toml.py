@@ -42,12 +42,12 @@ def dotted(path: Path) -> str:
 
 
 def header(path: Path) -> str:
-    """`[orchestrator.sampling]`, or `[[env]] number 1` for a list's items: how a section is named."""
+    """`[orchestrator.sampling]`, or `[[env]] (env.0)` for a list's items: how a section is named."""
     if not path:
         return "the top level"
     names = toml_header(path)
     if isinstance(path[-1], int):
-        return f"[[{names}]] number {path[-1] + 1}"
+        return f"[[{names}]] ({dotted(path)})"
     return f"[{names}]"
 
 
