@@ -1,0 +1,67 @@
+"""Checkpoints of the trainer: model, optimizer and version, whole or not there, the newest few kept."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.errors import TrainerError
+from paceline.trainer.step import Trainer
+from paceline.trainer.weights import commit_directory
+
+_NAME = re.compile(r"v(\d{8})")
+_FILE = "trainer.pt"
+
+
+def save_checkpoint(trainer: Trainer, root: Path, keep_last: int) -> Path:
+    """Write `root/v<version>` atomically, then delete all but the newest `keep_last`."""
+    out = root / f"v{trainer.version:08d}"
+    temporary = root / f".{out.name}.{os.getpid()}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        torch.save(
+            {
+                "version": trainer.version,
+                "model": trainer.model.state_dict(),
+                "optimizer": trainer.optimizer.state_dict(),
+            },
+            temporary / _FILE,
+        )
+        commit_directory(temporary, out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    for _, old in _checkpoints(root)[:-keep_last]:
+        shutil.rmtree(old)
+    return out
+
+
+def load_checkpoint(trainer: Trainer, path: Path) -> None:
+    """Put `trainer` where it was when `path` was written, bit for bit. TrainerError if it does not fit."""
+    try:
+        # weights_only: a checkpoint is data. Unpickling one must not run what someone put in it.
+        saved: dict[str, Any] = torch.load(path / _FILE, map_location="cpu", weights_only=True)
+        trainer.model.load_state_dict(saved["model"])
+        trainer.optimizer.load_state_dict(saved["optimizer"])
+        trainer.version = int(saved["version"])
+    except (OSError, KeyError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
+        raise TrainerError(f"checkpoint {path} cannot be loaded into this model: {error}") from error
+
+
+def latest_checkpoint(root: Path) -> Path | None:
+    """The newest whole checkpoint under `root`; None if there is none."""
+    found = _checkpoints(root)
+    return found[-1][1] if found else None
+
+
+def _checkpoints(root: Path) -> list[tuple[int, Path]]:
+    """Oldest first."""
+    if not root.is_dir():
+        return []
+    return sorted((int(match[1]), path) for path in root.iterdir() if (match := _NAME.fullmatch(path.name)))

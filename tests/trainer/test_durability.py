@@ -1,0 +1,131 @@
+"""Weights and checkpoints: whole or not there, and bit for bit."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import TrainerError
+
+from .packed import pack, random_sequences
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+from paceline.trainer import (  # noqa: E402
+    OptimizerSettings,
+    Trainer,
+    latest_checkpoint,
+    load_checkpoint,
+    publish_weights,
+    save_checkpoint,
+    weights,
+)
+
+pytestmark = pytest.mark.torch
+
+SETTINGS = OptimizerSettings(lr=1e-3, warmup_steps=3)
+
+
+def parameters(of: Trainer) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in of.model.parameters()]
+
+
+def test_a_resumed_trainer_goes_on_bit_for_bit(model_dir: Path, tmp_path: Path) -> None:
+    one = Trainer(model_dir, SETTINGS)
+    for seed in range(3):
+        one.step([pack(random_sequences(seed))])
+    save_checkpoint(one, tmp_path, keep_last=2)
+    other = Trainer(model_dir, SETTINGS)
+    load_checkpoint(other, latest_checkpoint(tmp_path))
+    assert other.version == 3
+    for seed in range(3, 6):
+        assert one.step([pack(random_sequences(seed))]) == other.step([pack(random_sequences(seed))])
+    assert all(torch.equal(a, b) for a, b in zip(parameters(one), parameters(other), strict=True))
+
+
+def test_only_the_newest_checkpoints_are_kept(model_dir: Path, tmp_path: Path) -> None:
+    of = Trainer(model_dir, SETTINGS)
+    for version in (1, 2, 9, 10, 11):
+        of.version = version
+        save_checkpoint(of, tmp_path, keep_last=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v00000010", "v00000011"]
+
+
+def test_a_checkpoint_cannot_run_code(model_dir: Path, tmp_path: Path) -> None:
+    class Trap:
+        def __reduce__(self):
+            return print, ("ran",)
+
+    (tmp_path / "v00000001").mkdir()
+    with (tmp_path / "v00000001" / "trainer.pt").open("wb") as file:
+        pickle.dump({"version": Trap()}, file, protocol=2)
+    with pytest.raises(TrainerError, match="cannot be loaded"):
+        load_checkpoint(Trainer(model_dir, SETTINGS), tmp_path / "v00000001")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_published_version_is_a_model_directory(model_dir: Path, tmp_path: Path, dtype: str) -> None:
+    of = Trainer(model_dir, SETTINGS)
+    of.step([pack(random_sequences(0))])
+    publish_weights(of.model, model_dir, tmp_path / "v1", version=1, dtype=dtype)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "v1", dtype=torch.float32)
+    for mine, theirs in zip(parameters(of), loaded.parameters(), strict=True):
+        assert torch.equal(mine.to(getattr(torch, dtype)).float(), theirs)
+    assert json.loads((tmp_path / "v1" / "version.json").read_text())["version"] == 1
+    config = json.loads((tmp_path / "v1" / "config.json").read_text())
+    assert config.get("dtype", config.get("torch_dtype")) == dtype
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / "v1" / name).read_bytes() == (model_dir / name).read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["v1"]
+
+
+def test_weights_never_show_before_they_are_whole(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of, seen = Trainer(model_dir, SETTINGS), []
+
+    def flush_then_look(path: Path) -> None:
+        seen.append(((tmp_path / "v1").exists(), path))
+
+    monkeypatch.setattr(weights, "_flush", flush_then_look)
+    publish_weights(of.model, model_dir, tmp_path / "v1", version=1)
+    written = {path.name for path in (tmp_path / "v1").iterdir()}
+    flushed_before = {path.name for visible, path in seen if not visible}
+    assert written <= flushed_before
+    assert seen[-1] == (True, tmp_path)
+
+
+def test_a_publisher_that_dies_halfway_leaves_nothing(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = Trainer(model_dir, SETTINGS)
+
+    def disk_full(path: Path) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(weights, "_flush", disk_full)
+    with pytest.raises(OSError, match="no space"):
+        publish_weights(of.model, model_dir, tmp_path / "v1", version=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_older_directory_of_the_same_version_is_replaced(model_dir: Path, tmp_path: Path) -> None:
+    of = Trainer(model_dir, SETTINGS)
+    publish_weights(of.model, model_dir, tmp_path / "v1", version=1)
+    before = (tmp_path / "v1" / "model.safetensors").read_bytes()
+    of.step([pack(random_sequences(0))])
+    publish_weights(of.model, model_dir, tmp_path / "v1", version=1)
+    assert (tmp_path / "v1" / "model.safetensors").read_bytes() != before
+    assert [path.name for path in tmp_path.iterdir()] == ["v1"]
+
+
+def test_weights_that_are_not_finite_are_not_published(model_dir: Path, tmp_path: Path) -> None:
+    of = Trainer(model_dir, SETTINGS)
+    with torch.no_grad():
+        next(of.model.parameters())[0, 0] = torch.nan
+    with pytest.raises(TrainerError, match="is not finite"):
+        publish_weights(of.model, model_dir, tmp_path / "v1", version=1)
+    assert list(tmp_path.iterdir()) == []
