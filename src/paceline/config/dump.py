@@ -39,7 +39,7 @@ def _table(entries: list[tuple[str, Any, Shape]], at: Path, provenance: Mapping[
         if (name, value, shape) not in headed:
             source = _source(dotted((*at, name)), provenance)
             comment = f"  # {source}" if source else ""
-            yield f"{toml_key(name)} = {toml_value(_plain(value, shape))}{comment}"
+            yield f"{toml_key(name)} = {toml_value(plain(value, shape))}{comment}"
     for name, value, shape in headed:
         path: Path = (*at, name)
         if isinstance(value, list | tuple):
@@ -68,24 +68,24 @@ def _has_header(value: Any, shape: Shape) -> bool:
     return isinstance(value, BaseModel) or (isinstance(value, Mapping) and bool(value) and not shape.opaque)
 
 
-def _plain(value: Any, shape: Shape) -> Any:
-    """The value in TOML's own types."""
+def plain(value: Any, shape: Shape) -> Any:
+    """A value in TOML's own types, ready for `toml_value`."""
     if value is None:
         return word_for_none(shape)
     if isinstance(value, enum.Enum):
-        return _plain(value.value, shape)
+        return plain(value.value, shape)
     if isinstance(value, str):
         return write_text(value, shape)
     if isinstance(value, BaseModel):
         keys = keys_of(type(value)).values()
-        return {key.name: _plain(getattr(value, key.attribute), key.shape) for key in keys}
+        return {key.name: plain(getattr(value, key.attribute), key.shape) for key in keys}
     if isinstance(value, Mapping):
         inside = shape.values or Shape(opaque=True)
-        return {str(key): _plain(item, inside) for key, item in value.items()}
+        return {str(key): plain(item, inside) for key, item in value.items()}
     if isinstance(value, set | frozenset):
         value = sorted(value, key=repr)
     if isinstance(value, list | tuple):
-        return [_plain(item, shape.item or Shape(opaque=True)) for item in value]
+        return [plain(item, shape.item or Shape(opaque=True)) for item in value]
     if isinstance(value, bool | int | float | datetime.datetime | datetime.date | datetime.time):
         return value
     if isinstance(value, datetime.timedelta):

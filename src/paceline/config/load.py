@@ -94,11 +94,10 @@ def _provenance(value: BaseModel, document: Document) -> dict[str, str]:
     found: dict[str, str] = {}
     for path in leaves(value):
         source = sources.get(path)
-        if source is None and not isinstance(document.at(path[:-1]), dict):
-            # Made by a validator from a value above it, such as a table from a shorthand.
-            source = next(
-                (sources[path[:n]] for n in range(len(path) - 1, 0, -1) if path[:n] in sources), None
-            )
+        for depth in range(len(path) - 1, 0, -1):
+            if source is None and not isinstance(document.at(path[:depth]), dict | list):
+                # Made by a validator from the plain value that stood above it, if any did.
+                source = sources.get(path[:depth])
         found[dotted(path)] = source.provenance if source else "default"
     return found
 

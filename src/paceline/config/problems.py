@@ -77,7 +77,7 @@ class Problems:
             self._note((*path, tag), text + (f"; did you mean {toml_value(hint)}?" if hint else ""))
         elif kind in ("value_error", "assertion_error") or not _is_plain(kind):
             if shape.sections and isinstance(value, dict):
-                self._note(path, f"{header(path)}: {message}{self._mentioned(path, message)}")
+                self._contradiction(path, message)
             else:
                 self._note(path, f"{dotted(path)} = {_shown(value)}: {message}")
         else:
@@ -106,16 +106,25 @@ class Problems:
         text = f"{header(path[:-1])} lacks the required {what} '{path[-1]}' ({expected(shape)})"
         self._note(path, text, self._document.source_of(path[:-1]) if len(path) > 1 else self._somewhere)
 
-    def _mentioned(self, section: Path, message: str) -> str:
-        """Where the values that a message speaks of were written, if they were."""
-        found = []
+    def _contradiction(self, section: Path, message: str) -> None:
+        """What a section's own check says, with where the values it speaks of were written, if they were."""
+        sources = self._mentioned(section, message)
+        places = "; ".join(f"{name} is set by {source.where}" for name, source in sources.items())
+        text = f"{message} ({places})" if places else message
+        if section:
+            self._note(section, f"{header(section)}: {text}")
+        else:
+            self._note(section, text, max(sources.values(), default=self._somewhere))
+
+    def _mentioned(self, section: Path, message: str) -> dict[str, Source]:
+        found: dict[str, Source] = {}
         for at, source in self._document.sources.items():
             inner = at[len(section) :]
             if at[: len(section)] != section or not inner or isinstance(self._document.at(at), dict | list):
                 continue
-            if re.search(rf"(?<![\w.]){re.escape(dotted(inner))}(?![\w.]*\w)", message):
-                found.append(f"{dotted(inner)} is set by {source.where}")
-        return f" ({'; '.join(found)})" if found else ""
+            if re.search(rf"(?<![\w.]){re.escape(dotted(inner))}(?!\w|\.\w)", message):
+                found[dotted(inner)] = source
+        return found
 
 
 def _locate(loc: tuple[str | int, ...], tree: Any, root: Shape) -> tuple[Path, Any, Shape, Shape] | None:

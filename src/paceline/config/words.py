@@ -39,9 +39,9 @@ def expected(shape: Shape) -> str:
     if shape.opaque:
         words.append("anything")
     if shape.item:
-        words.append("list" if shape.item.opaque else f"list of ({expected(shape.item)})")
+        words.append("list" if shape.item.opaque else f"list of {_grouped(shape.item)}")
     if shape.values:
-        words.append("table" if shape.values.opaque else f"table of ({expected(shape.values)})")
+        words.append("table" if shape.values.opaque else f"table of {_grouped(shape.values)}")
     if shape.sections:
         tags = " | ".join(toml_value(tag) for tag in shape.members)
         words.append(f"table with {shape.tag} = {tags}" if tags else "table")
@@ -57,6 +57,11 @@ def nearest(word: str, options: Iterable[str]) -> str | None:
     """The option most like `word`, if any is."""
     found = difflib.get_close_matches(word, list(options), n=1, cutoff=0.6)
     return found[0] if found else None
+
+
+def _grouped(shape: Shape) -> str:
+    words = expected(shape)
+    return f"({words})" if "," in words or "|" in words else words
 
 
 def _scalar(scalar: Any) -> str:
