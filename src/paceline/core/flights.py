@@ -1,0 +1,105 @@
+"""Rollouts in flight: one permit each, from `StartRollout` to `RolloutEnded`, whatever happens between."""
+
+from __future__ import annotations
+
+from paceline.core.accounting import StreamAccount
+from paceline.domain.ids import EngineId, RolloutId, Version
+from paceline.domain.rollout import CancelCause
+from paceline.domain.task import TaskRef
+from paceline.errors import InvariantError
+
+
+class Flight:
+    """One rollout in flight."""
+
+    __slots__ = ("account", "calling", "cancelled", "engine", "id", "oldest", "sampled", "started", "task")
+
+    def __init__(
+        self, rollout: RolloutId, task: TaskRef, engine: EngineId, started: float, account: StreamAccount
+    ) -> None:
+        self.id = rollout
+        self.task = task
+        self.engine = engine
+        self.started = started
+        self.account = account
+        self.sampled = 0
+        """Tokens sampled so far, as the engine requests reported them."""
+        self.oldest: Version | None = None
+        """Oldest version behind its tokens, or of its first call while that runs; None before."""
+        self.calling = False
+        """Whether an engine request of it is under way."""
+        self.cancelled: CancelCause | None = None
+
+
+class Flights:
+    """The in-flight ledger, with an index by oldest version so that a sweep touches only what it takes."""
+
+    __slots__ = ("_by_id", "_by_version", "evals", "trains")
+
+    def __init__(self) -> None:
+        self._by_id: dict[RolloutId, Flight] = {}
+        self._by_version: dict[Version, dict[RolloutId, Flight]] = {}
+        self.evals = 0
+        self.trains = 0
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __contains__(self, rollout: RolloutId) -> bool:
+        return rollout in self._by_id
+
+    def __getitem__(self, rollout: RolloutId) -> Flight:
+        try:
+            return self._by_id[rollout]
+        except KeyError:
+            raise InvariantError(f"{rollout} is not in flight: it ended, or was never started") from None
+
+    def all(self) -> list[Flight]:
+        """Every flight, oldest first."""
+        return list(self._by_id.values())
+
+    def add(self, flight: Flight) -> None:
+        if flight.id in self._by_id:
+            raise InvariantError(f"{flight.id} is in flight already")
+        self._by_id[flight.id] = flight
+        if flight.task.split == "eval":
+            self.evals += 1
+        else:
+            self.trains += 1
+
+    def remove(self, rollout: RolloutId) -> Flight:
+        flight = self[rollout]
+        del self._by_id[rollout]
+        if flight.task.split == "eval":
+            self.evals -= 1
+        else:
+            self.trains -= 1
+            self._unindex(flight)
+        return flight
+
+    def sampled_since(self, flight: Flight, version: Version) -> None:
+        """Tokens of `flight` date back to `version`; evals never go stale and are not indexed."""
+        if flight.task.split == "eval" or flight.oldest == version:
+            return
+        self._unindex(flight)
+        flight.oldest = version
+        self._by_version.setdefault(version, {})[flight.id] = flight
+
+    def older_than(self, version: Version) -> list[Flight]:
+        """Flights whose oldest version is below `version`, not yet cancelled; O(what it returns)."""
+        found = []
+        for v in sorted(v for v in self._by_version if v < version):
+            found += [f for f in self._by_version[v].values() if f.cancelled is None]
+        return found
+
+    def oldest(self) -> Version | None:
+        """Oldest version behind any train flight."""
+        return min(self._by_version, default=None)
+
+    def _unindex(self, flight: Flight) -> None:
+        if flight.oldest is None:
+            return
+        peers = self._by_version[flight.oldest]
+        del peers[flight.id]
+        if not peers:
+            del self._by_version[flight.oldest]

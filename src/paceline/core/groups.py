@@ -1,0 +1,112 @@
+"""When a group closes: the ledger of who has ended and who has not."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from paceline.domain.group import ClosedGroup
+from paceline.domain.ids import EngineId, GroupId, RolloutId
+from paceline.domain.rollout import Rollout
+from paceline.domain.task import TaskRef
+from paceline.errors import InvariantError
+
+
+class OpenGroup:
+    """A group with members that have not ended."""
+
+    __slots__ = ("arrived", "closed_unlaunched", "engine", "id", "launched", "retries", "seed", "size", "task")
+
+    def __init__(self, group: GroupId, task: TaskRef, size: int, seed: int) -> None:
+        self.id = group
+        self.task = task
+        self.size = size
+        self.seed = seed
+        self.engine: EngineId | None = None
+        """Where its first member went; the others prefer it."""
+        self.launched = 0
+        """Members started at least once, in order of their number."""
+        self.retries: deque[Rollout] = deque()
+        """Attempts that failed and wait for a permit to be tried again."""
+        self.arrived: list[Rollout] = []
+        """Last attempts that have ended."""
+        self.closed_unlaunched = 0
+        """Members that will never be started."""
+
+    @property
+    def owes_launches(self) -> bool:
+        return bool(self.retries) or self.launched + self.closed_unlaunched < self.size
+
+    @property
+    def unlaunched(self) -> int:
+        return self.size - self.launched - self.closed_unlaunched
+
+    def next_member(self) -> RolloutId:
+        """The attempt to start next: a retry first, it has waited longest."""
+        if self.retries:
+            failed = self.retries.popleft().id
+            return failed._replace(attempt=failed.attempt + 1)
+        member = self.launched
+        self.launched += 1
+        return RolloutId(self.id, member)
+
+
+class GroupLedger:
+    """Accounts for every member of every open group exactly once: ended, or never to be launched.
+
+    A member that is neither would keep its group open until the run ends.
+    """
+
+    __slots__ = ("_open",)
+
+    def __init__(self) -> None:
+        self._open: dict[GroupId, OpenGroup] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __contains__(self, group: GroupId) -> bool:
+        return group in self._open
+
+    def __getitem__(self, group: GroupId) -> OpenGroup:
+        try:
+            return self._open[group]
+        except KeyError:
+            raise InvariantError(f"group {group} is not open: it closed, or was never opened") from None
+
+    def groups(self) -> list[OpenGroup]:
+        """Every open group, oldest first."""
+        return list(self._open.values())
+
+    def open(self, group: GroupId, task: TaskRef, size: int, seed: int) -> OpenGroup:
+        """Begin to account for a group."""
+        if group in self._open:
+            raise InvariantError(f"group {group} is open already, for task {self._open[group].task}")
+        opened = self._open[group] = OpenGroup(group, task, size, seed)
+        return opened
+
+    def settle(self, rollout: Rollout) -> ClosedGroup | None:
+        """The last attempt of a member has ended; the closed group once nobody is owed."""
+        group = self[rollout.id.group]
+        group.arrived.append(rollout)
+        return self._close_if_whole(group)
+
+    def give_up_unlaunched(self, group_id: GroupId) -> tuple[int, ClosedGroup | None]:
+        """Members not started by now never will be: how many, and the group if that closed it.
+
+        A retry that is given up settles its member with the attempt that failed.
+        """
+        group = self[group_id]
+        group.arrived.extend(group.retries)
+        group.retries.clear()
+        given_up = group.unlaunched
+        group.closed_unlaunched += given_up
+        return given_up, self._close_if_whole(group)
+
+    def _close_if_whole(self, group: OpenGroup) -> ClosedGroup | None:
+        owed = group.size - group.closed_unlaunched - len(group.arrived)
+        if owed < 0:
+            raise InvariantError(f"group {group.id} of {group.size} settled {-owed} members too many")
+        if owed:
+            return None
+        del self._open[group.id]
+        return ClosedGroup(group.id, group.task, group.size, tuple(group.arrived))

@@ -1,0 +1,54 @@
+"""How many rollouts may exist: the bounded lag.
+
+`docs/architecture.md` ("Staleness and pacing") says why places are counted the way they are.
+"""
+
+from __future__ import annotations
+
+from paceline.core.staleness import lead
+from paceline.domain.ids import Version
+
+
+class Pacing:
+    """Counts the places of rollouts that have not been cut into a batch yet."""
+
+    __slots__ = ("_lag", "_per_batch", "_seen_rollouts", "_seen_tokens", "_target_tokens", "taken")
+
+    def __init__(
+        self, lag: int, target_rollouts: int | None, target_tokens: int | None, tokens_guess: int
+    ) -> None:
+        """`tokens_guess`: tokens of a shipped rollout, until the first batch has told."""
+        self._lag = lag
+        self._target_tokens = target_tokens
+        self._per_batch = target_rollouts or max(1, -(-(target_tokens or 1) // tokens_guess))
+        self._seen_rollouts = 0
+        self._seen_tokens = 0
+        self.taken = 0
+        """Rollouts that hold a place: promised by an open group, in flight, being processed, or listed."""
+
+    @property
+    def per_batch(self) -> int:
+        """Rollouts of one batch; an estimate when batches are cut by tokens."""
+        return self._per_batch
+
+    def free(self, cut: int, held: Version) -> int:
+        """Places left, with `cut` batches cut so far and all engines holding at least `held`; may be negative."""
+        # Batches that may still be filled: the one being collected leads `held` by lead(cut + 1, held).
+        batches = self._lag + 1 - lead(cut + 1, held)
+        return batches * self._per_batch - self.taken
+
+    def may_cut(self, step: int, held: Version) -> bool:
+        """Whether batch `step` may be cut: the engines must be at most `lag` steps behind what it trains."""
+        return lead(step, held) <= self._lag
+
+    def shipped(self, rollouts: int, tokens: int) -> None:
+        """A batch was cut: learn how many rollouts make one, when batches are cut by tokens."""
+        self.taken -= rollouts
+        if self._target_tokens is None or not tokens:
+            return
+        self._seen_rollouts += rollouts
+        self._seen_tokens += tokens
+        self._per_batch = max(1, -(-self._target_tokens * self._seen_rollouts // self._seen_tokens))
+        # Half-life of about one batch, so that a drift in length is followed.
+        self._seen_rollouts = max(1, self._seen_rollouts // 2)
+        self._seen_tokens = max(1, self._seen_tokens // 2)
