@@ -1,0 +1,450 @@
+"""The engine over HTTP, with vLLM's routes, fields and metric names, so that one client serves both.
+
+    main thread: event loop, parsing, JSON ──inbox──► engine thread: run inbox, step, run inbox, step, ...
+                        ▲                                   │
+                        └──────── call_soon_threadsafe ─────┘
+
+Only the engine thread touches the engine. Everything posted to the inbox runs there between two steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import queue
+import signal
+import threading
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+from aiohttp import web
+
+from paceline.engines.embedded.engine import Engine, EngineConfig, PauseMode
+from paceline.engines.embedded.model import Decoder
+from paceline.engines.embedded.sampling import SamplingParams
+from paceline.engines.embedded.scheduler import Request
+from paceline.errors import ConfigError, InvariantError, WireError
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+MAX_BODY_BYTES = 64 * 2**20
+
+
+class CompletionBody(SamplingParams, forbid_unknown_fields=True, kw_only=True):
+    prompt: list[Any] | str
+    model: str | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    return_token_ids: bool = False
+    user: str | None = None
+    return_tokens_as_token_ids: bool = True
+    """Accepted; tokens are always named `token_id:<id>`."""
+    stream: bool = False
+    echo: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("stream", "echo"):
+            if getattr(self, name):
+                raise ValueError(f"{name}=true is not supported by the embedded engine")
+
+
+class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    token_ids: list[int]
+    sampling_params: SamplingParams
+    request_id: str | None = None
+    model: str | None = None
+    cache_salt: str | None = None
+    stream: bool = False
+
+    def __post_init__(self) -> None:
+        if self.stream:
+            raise ValueError("stream=true is not supported by the embedded engine")
+
+
+class EngineThread:
+    """Runs the engine's steps, and posted calls between them. It ends with `stop`, or with the first error."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._stopping = engine, False
+        self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        self.failed: asyncio.Future[None] = self._loop.create_future()
+        """Gets the error that ended the thread; what was in flight will not be answered."""
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)  # a thread's own setting
+        try:
+            while not self._stopping:
+                if not self._engine.has_work:
+                    self._inbox.get()()
+                while not self._inbox.empty():
+                    self._inbox.get()()
+                if self._engine.has_work:
+                    self._engine.step()
+        except BaseException as error:
+            self._loop.call_soon_threadsafe(self.failed.set_exception, error)
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Run `function` on the engine thread, between two steps."""
+        return await self.answer(lambda reply: reply(function()))
+
+    async def answer(self, function: Callable[[Callable[[T], None]], object]) -> T:
+        """Like `call`, for a function that replies later, from the engine thread."""
+        future: asyncio.Future[T] = self._loop.create_future()
+
+        def deliver(result: T) -> None:
+            if not future.done():
+                future.set_result(result)
+
+        self._inbox.put(lambda: function(lambda result: self._post_back(deliver, result)))
+        either: list[asyncio.Future[Any]] = [future, self.failed]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not future.done():
+            raise web.HTTPInternalServerError(text=f"the engine ended: {self.failed.exception()!r}")
+        return future.result()
+
+    def _post_back(self, deliver: Callable[[T], None], result: T) -> None:
+        self._loop.call_soon_threadsafe(deliver, result)
+
+    def post(self, function: Callable[[], object]) -> None:
+        self._inbox.put(function)
+
+    def stop(self) -> None:
+        self._inbox.put(lambda: setattr(self, "_stopping", True))
+        self._thread.join()
+
+
+class Server:
+    def __init__(self, engine: Engine, model_name: str, token: str | None) -> None:
+        self.engine, self.model_name, self._token = engine, model_name, token
+        self.thread = EngineThread(engine)
+        self._live: set[str] = set()
+        self._staged: Decoder | None = None
+        self._updating = False
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
+        post, get = app.router.add_post, app.router.add_get
+        post("/v1/completions", self.completions)
+        post("/inference/v1/generate", self.generate)
+        get("/health", self.health)
+        get("/v1/models", self.models)
+        get("/metrics", self.metrics)
+        post("/pause", self.pause)
+        post("/resume", self.resume)
+        get("/is_paused", self.is_paused)
+        post("/abort_requests", self.abort_requests)
+        post("/reset_prefix_cache", self.reset_prefix_cache)
+        get("/weight_info", self.weight_info)
+        post("/collective_rpc", self.collective_rpc)
+        post("/update_weight_version", self.update_weight_version)
+        post("/start_weight_update", self.start_weight_update)
+        post("/update_weights", self.update_weights)
+        post("/finish_weight_update", self.finish_weight_update)
+        return app
+
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "")
+        if (
+            self._token
+            and request.path != "/health"
+            and not hmac.compare_digest(given, f"Bearer {self._token}")
+        ):
+            return _error(401, "a Bearer token is needed")
+        try:
+            return await handler(request)
+        except (ValueError, msgspec.DecodeError) as error:
+            return _error(400, str(error))
+        except (ConfigError, WireError) as error:
+            return _error(422, str(error))
+        except web.HTTPException as error:
+            return _error(error.status, error.text or error.reason)
+
+    # ---- generation
+
+    async def completions(self, http: web.Request) -> web.Response:
+        body = msgspec.json.decode(await http.read(), type=CompletionBody)
+        prompt = body.prompt
+        if isinstance(prompt, str):
+            if self.engine.tokenizer is None:
+                raise ValueError(
+                    "a text prompt needs a tokenizer, and the model has none: send a list of token ids"
+                )
+            prompt = self.engine.tokenizer.encode(prompt).ids
+        for token in prompt:
+            if type(token) is not int:
+                raise ValueError(
+                    f"prompt must be one list of token ids, and holds {token!r}: send one request a prompt"
+                )
+        done = await self._run(http, "cmpl-", body.request_id, body.model, prompt, body, body.cache_salt)
+        choice: dict[str, Any] = {
+            "index": 0,
+            "text": self.engine.text(done),
+            "logprobs": None,
+            **_ending(done),
+        }
+        if body.logprobs is not None:
+            tokens = [f"token_id:{id}" for id in done.output]
+            choice["logprobs"] = {"tokens": tokens, "token_logprobs": done.logprobs}
+        if body.return_token_ids:
+            choice |= {"token_ids": done.output, "prompt_token_ids": done.ids[: done.prompt_tokens]}
+        return _json({"id": done.id, "object": "text_completion", "choices": [choice], **self._facts(done)})
+
+    async def generate(self, http: web.Request) -> web.Response:
+        body = msgspec.json.decode(await http.read(), type=GenerateBody)
+        done = await self._run(
+            http, "", body.request_id, body.model, body.token_ids, body.sampling_params, body.cache_salt
+        )
+        output = done.output
+        content = [
+            {"token": f"token_id:{id}", "token_id": id, "logprob": logprob}
+            for id, logprob in zip(output, done.logprobs, strict=True)
+        ]
+        spans = [
+            {"version": v, "start": start, "end": end} for v, start, end in self.engine.version_spans(done)
+        ]
+        choice = {"index": 0, "token_ids": output, **_ending(done), "weight_versions": spans}
+        choice["logprobs"] = {"content": content} if body.sampling_params.logprobs is not None else None
+        return _json({"request_id": done.id, "choices": [choice], **self._facts(done)})
+
+    async def _run(
+        self,
+        http: web.Request,
+        prefix: str,
+        own_id: str | None,
+        model: str | None,
+        prompt: list[int],
+        params: SamplingParams,
+        salt: str | None,
+    ) -> Request:
+        if model not in (None, self.model_name):
+            raise web.HTTPNotFound(
+                text=f"the model {model!r} does not exist: this engine serves {self.model_name!r}"
+            )
+        id = prefix + (http.headers.get("X-Request-Id") or own_id or uuid.uuid4().hex)
+        if id in self._live:
+            raise ValueError(f"request {id} is already in flight")
+
+        def start(reply: Callable[[Request], None]) -> None:
+            request.on_done = reply
+            self.engine.add(request)
+
+        request = self.engine.request(id, prompt, params, lambda _request: None, salt)
+        self._live.add(id)
+        try:
+            return await self.thread.answer(start)
+        except asyncio.CancelledError:  # the client is gone
+            self.thread.post(lambda: self.engine.abort({id}))
+            raise
+        finally:
+            self._live.discard(id)
+
+    def _facts(self, done: Request) -> dict[str, Any]:
+        first_run, first_token = done.first_run or done.finished, done.first_token or done.finished
+        return {
+            "model": self.model_name,
+            "usage": {
+                "prompt_tokens": done.prompt_tokens,
+                "completion_tokens": len(done.logprobs),
+                "total_tokens": len(done.ids),
+                "prompt_tokens_details": {"cached_tokens": done.cached_tokens},
+            },
+            "cached_tokens": done.cached_tokens,
+            "timing": {
+                "queue_s": first_run - done.arrived,
+                "prefill_s": first_token - first_run,
+                "decode_s": done.finished - first_token,
+            },
+        }
+
+    # ---- facts
+
+    async def health(self, _http: web.Request) -> web.Response:
+        return web.Response(status=503 if self.thread.failed.done() else 200)
+
+    async def models(self, _http: web.Request) -> web.Response:
+        card = {"id": self.model_name, "object": "model", "max_model_len": self.engine.max_len}
+        return _json({"object": "list", "data": [{**card, "root": str(self.engine.config.model)}]})
+
+    async def weight_info(self, _http: web.Request) -> web.Response:
+        return _json({"weight_version": self.engine.weight_version})
+
+    async def metrics(self, _http: web.Request) -> web.Response:
+        engine, scheduler = self.engine, self.engine.scheduler
+        counters, label = scheduler.counters, f'{{model_name="{self.model_name}"}}'
+        values = [
+            ("gauge", "vllm:kv_cache_usage_perc", scheduler.pool.referenced / engine.num_blocks),
+            ("gauge", "vllm:num_requests_running", len(scheduler.running)),
+            ("gauge", "vllm:num_requests_waiting", len(scheduler.waiting) + len(engine.held)),
+            ("counter", "vllm:num_preemptions_total", counters.preemptions),
+            ("counter", "vllm:prefix_cache_queries_total", counters.prefix_queries),
+            ("counter", "vllm:prefix_cache_hits_total", counters.prefix_hits),
+            ("counter", "vllm:prompt_tokens_total", counters.prompt_tokens),
+            ("counter", "vllm:generation_tokens_total", counters.generation_tokens),
+            ("counter", "paceline:recomputed_tokens_total", counters.recomputed_tokens),
+            ("counter", "paceline:engine_steps_total", counters.steps),
+        ]
+        size = engine.config.block_size
+        info = f'kv_cache_size_tokens="{engine.num_blocks * size}",num_gpu_blocks="{engine.num_blocks}",block_size="{size}"'
+        lines = [f"# TYPE {name} {kind}\n{name}{label} {value}\n" for kind, name, value in values]
+        lines.append(f"# TYPE vllm:cache_config_info gauge\nvllm:cache_config_info{{{info}}} 1\n")
+        return web.Response(text="".join(lines), content_type="text/plain")
+
+    # ---- control
+
+    async def pause(self, http: web.Request) -> web.Response:
+        mode: PauseMode = msgspec.convert(http.query.get("mode", "abort"), PauseMode)
+        clear = msgspec.convert(http.query.get("clear_cache", "true"), bool, strict=False)
+
+        def pause(reply: Callable[[str], None]) -> None:
+            self.engine.pause(mode, clear, lambda: reply("paused"))
+
+        return _json({"status": await self.thread.answer(pause)})
+
+    async def resume(self, _http: web.Request) -> web.Response:
+        await self.thread.call(self.engine.resume)
+        return _json({"status": "resumed"})
+
+    async def is_paused(self, _http: web.Request) -> web.Response:
+        return _json({"is_paused": self.engine.paused is not None})
+
+    async def abort_requests(self, http: web.Request) -> web.Response:
+        body = await _object(http, {"request_ids"})
+        named = body.get("request_ids")
+        ids = None
+        if named is not None:
+            # vLLM only knows its internal names; the ids that clients chose are as good here.
+            ids = {
+                form
+                for id in msgspec.convert(named, list[str])
+                for form in (id, id.removeprefix("generate-tokens-"), f"cmpl-{id}")
+            }
+        return _json({"aborted": await self.thread.call(lambda: self.engine.abort(ids))})
+
+    async def reset_prefix_cache(self, http: web.Request) -> web.Response:
+        """As in vLLM: refused while requests run, unless they may be made to recompute."""
+        also_running = http.query.get("reset_running_requests", "false") == "true"
+
+        def reset() -> bool:
+            if self.engine.scheduler.running and not also_running:
+                return False
+            self.engine.scheduler.drop_kv()
+            return True
+
+        return _json({"success": await self.thread.call(reset)})
+
+    # ---- weights
+
+    async def collective_rpc(self, http: web.Request) -> web.Response:
+        body = await _object(http, {"method", "kwargs", "args", "timeout"})
+        if body.get("method") != "reload_weights":
+            raise ValueError(f"collective_rpc knows reload_weights only, not {body.get('method')!r}")
+        decoder = await self._load(body.get("kwargs"), "weights_path", "kwargs")
+        await self.thread.call(lambda: self.engine.swap(decoder))
+        return _json({"results": [None]})
+
+    async def update_weight_version(self, http: web.Request) -> web.Response:
+        version = await _text_field(http, "new_version")
+        await self.thread.call(lambda: self.engine.relabel(version))
+        return _json({"success": True, "weight_version": version})
+
+    async def start_weight_update(self, http: web.Request) -> web.Response:
+        await http.read()
+        self._updating, self._staged = True, None
+        return _json({"message": "weight update started"})
+
+    async def update_weights(self, http: web.Request) -> web.Response:
+        body = await _object(http, {"update_info"})
+        if not self._updating:
+            raise web.HTTPConflict(text="no weight update is under way: POST /start_weight_update first")
+        self._staged = None
+        self._staged = await self._load(body.get("update_info"), "path", "update_info")
+        return _json({"message": "weights loaded"})
+
+    async def finish_weight_update(self, http: web.Request) -> web.Response:
+        """Weights and version change together, between two steps; without loaded weights neither does."""
+        version, staged = await _text_field(http, "weight_version"), self._staged
+        if staged is None:
+            raise web.HTTPConflict(
+                text="no weights were loaded since /start_weight_update: the version stays"
+            )
+        self._updating, self._staged = False, None
+        await self.thread.call(lambda: self.engine.swap(staged, version))
+        return _json({"message": "weight update finished", "weight_version": version})
+
+    async def _load(self, fields: object, name: str, where: str) -> Decoder:
+        if not isinstance(fields, dict) or set(fields) != {name} or not isinstance(fields[name], str):
+            raise ValueError(f'{where} must be {{"{name}": DIRECTORY}}, not {fields!r}')
+        return await asyncio.to_thread(self.engine.load, Path(fields[name]))
+
+
+async def _object(http: web.Request, known: set[str]) -> dict[str, Any]:
+    body = msgspec.json.decode(await http.read() or b"{}", type=dict[str, Any])
+    if unknown := body.keys() - known:
+        raise ValueError(f"unknown field {min(unknown)!r}; known are {', '.join(sorted(known))}")
+    return body
+
+
+async def _text_field(http: web.Request, name: str) -> str:
+    value = (await _object(http, {name})).get(name)
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be a string, not {value!r}")
+    return value
+
+
+def _ending(done: Request) -> dict[str, Any]:
+    return {"finish_reason": done.finish_reason, "stop_reason": done.stop_reason}
+
+
+def _json(value: object, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
+
+
+def _error(status: int, message: str) -> web.Response:
+    return _json({"error": {"message": message, "type": "invalid_request_error", "code": status}}, status)
+
+
+async def serve(config: EngineConfig, host: str, port: int, model_name: str, token: str | None) -> None:
+    """Serve until SIGTERM or SIGINT. InvariantError if the engine itself fails; it is then of no more use."""
+    torch.set_num_threads(1)
+    engine = Engine(config)
+    server, stop, loop = Server(engine, model_name, token), asyncio.Event(), asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.set)
+    # handler_cancellation: a client that hangs up must free its place.
+    runner = web.AppRunner(server.app(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    await runner.setup()
+    site = web.TCPSite(runner, host, port)
+    await site.start()
+    bound = runner.addresses[0][1]
+    ready = {
+        "event": "ready",
+        "url": f"http://{f'[{host}]' if ':' in host else host}:{bound}",
+        "model": model_name,
+        "weight_version": engine.weight_version,
+        "max_model_len": engine.max_len,
+        "kv_cache_size_tokens": engine.num_blocks * config.block_size,
+        "block_size": config.block_size,
+        "max_num_seqs": config.max_num_seqs,
+    }
+    print(json.dumps(ready), flush=True)
+    ends: list[asyncio.Future[Any]] = [asyncio.ensure_future(stop.wait()), server.thread.failed]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    await runner.cleanup()
+    if server.thread.failed.done():
+        raise InvariantError(
+            "the engine failed while it computed a step"
+        ) from server.thread.failed.exception()
+    server.thread.stop()
