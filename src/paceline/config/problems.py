@@ -102,6 +102,9 @@ class Problems:
         self._note(path, text)
 
     def _missing(self, path: Path, shape: Shape) -> None:
+        if isinstance(path[-1], int):  # of a list of fixed length
+            self._note(path[:-1], f"{dotted(path[:-1])} lacks item {path[-1]} ({expected(shape)})")
+            return
         what = "section" if shape.sections and not shape.scalars else "key"
         text = f"{header(path[:-1])} lacks the required {what} '{path[-1]}' ({expected(shape)})"
         self._note(path, text, self._document.source_of(path[:-1]) if len(path) > 1 else self._somewhere)
@@ -173,9 +176,8 @@ def _is_plain(kind: str) -> bool:
 
 def _why(kind: str, message: str, shape: Shape) -> str:
     """Pydantic's own words, where ours do not say it."""
-    if kind.startswith(_BOUND_TYPES) or kind in ("literal_error", "enum"):
-        return ""
-    return message if shape.opaque or not expected(shape) else ""
+    is_told = shape.bounds or not kind.startswith(_BOUND_TYPES)
+    return "" if is_told and not shape.opaque else message
 
 
 def _shown(value: Any) -> str:

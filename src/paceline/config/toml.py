@@ -46,9 +46,10 @@ def header(path: Path) -> str:
     if not path:
         return "the top level"
     names = toml_header(path)
-    if isinstance(path[-1], int):
-        return f"[[{names}]] ({dotted(path)})"
-    return f"[{names}]"
+    if not any(isinstance(part, int) for part in path):
+        return f"[{names}]"
+    brackets = f"[[{names}]]" if isinstance(path[-1], int) else f"[{names}]"
+    return f"{brackets} ({dotted(path)})"
 
 
 def toml_header(path: Path) -> str:
