@@ -69,7 +69,7 @@ CONFIGS = st.builds(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(config=CONFIGS)
 def test_s76_any_config_reads_back_equal_from_what_is_written_of_it(
     config: Config, tmp_path_factory: pytest.TempPathFactory

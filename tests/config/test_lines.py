@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config.lines import key_lines
@@ -112,6 +112,7 @@ def documents(draw: st.DrawFn) -> Writer:
     return writer
 
 
+@settings(deadline=None)
 @given(documents())
 def test_every_table_key_and_item_is_found_on_its_line(document: Writer) -> None:
     found = key_lines(document.text)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.config import RunConfig
 from paceline.config.load import load
 from paceline.errors import ConfigError
 
@@ -207,7 +208,7 @@ def test_the_nearest_key_is_sought_where_the_wrong_one_stands(
         ),
         (
             "[[env]]\nid = 'a'\n[env.admission]\ncap = 3",
-            '[env.admission]: it has no type; expected type = "fixed" or "adaptive"',
+            'run.toml:3: [env.admission] (env.0.admission) does not say its type: expected type = "fixed" or "adaptive"',
         ),
         ('size_bytes = "4q"', 'run.toml:1: size_bytes = "4q": expected integer'),
         ("port = 1.5", "run.toml:1: port = 1.5: expected integer | text"),
@@ -217,6 +218,18 @@ def test_a_bad_value_names_file_line_key_value_and_what_is_expected(
     error_of: ErrorOf, text: str, message: str
 ) -> None:
     assert message in error_of(text)
+
+
+def test_a_bad_item_is_not_told_a_second_time_as_a_list_that_is_too_short(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[model]\nname = "m"\n[[env]]\nid = "a"\nweight = 0\n')
+    with pytest.raises(ConfigError) as caught:
+        load(RunConfig, [file])
+    assert str(caught.value) == f"{file}:5: env.0.weight = 0: expected number, above 0"
+    file.write_text('env = []\n[model]\nname = "m"\n')
+    with pytest.raises(ConfigError) as caught:
+        load(RunConfig, [file])
+    assert str(caught.value) == f"{file}:1: env = []: expected list of table, at least 1 item"
 
 
 def test_a_missing_key_is_named_with_its_section(error_of: ErrorOf) -> None:

@@ -75,6 +75,8 @@ class Problems:
             hint = nearest(str(given), words)
             text = f"{dotted((*path, tag))} = {_shown(given)}: expected {' | '.join(map(toml_value, words))}"
             self._note((*path, tag), text + (f"; did you mean {toml_value(hint)}?" if hint else ""))
+        elif kind == "too_short" and isinstance(value, list) and len(value) > detail["ctx"]["actual_length"]:
+            pass  # pydantic counts the good items only; the bad ones are told by themselves
         elif kind in ("value_error", "assertion_error") or not _is_plain(kind):
             if shape.sections and isinstance(value, dict):
                 self._contradiction(path, message)
