@@ -96,16 +96,16 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _tokens_fit(self) -> Self:
-        for section in (*self.env, *self.eval):
+        for section in self.env:
             sampling = section.sampling.over(self.sampling)
-            if isinstance(section, EnvSection) and (sampling.top_p < 1 or sampling.top_k > 0):
-                if self.engine.type != "embedded":
-                    raise ValueError(
-                        f"env {section.label!r} samples with top_p {sampling.top_p}, top_k {sampling.top_k}, but "
-                        f"engine {self.engine.type!r} may return logprobs of the unprocessed distribution: use "
-                        "top_p = 1 and top_k = -1 for training rollouts"
-                    )
-            if isinstance(section, EnvSection) and sampling.max_tokens >= self.batch.seq_len:
+            processed = self.engine.type == "embedded"
+            if (sampling.top_p < 1 or sampling.top_k > 0) and not processed:
+                raise ValueError(
+                    f"env {section.label!r} samples with top_p {sampling.top_p}, top_k {sampling.top_k}, but "
+                    f"engine {self.engine.type!r} may return logprobs of the unprocessed distribution: use "
+                    "top_p = 1 and top_k = -1 for training rollouts"
+                )
+            if sampling.max_tokens >= self.batch.seq_len:
                 raise ValueError(
                     f"env {section.label!r} may sample {sampling.max_tokens} tokens a turn, but batch.seq_len is "
                     f"{self.batch.seq_len}: every such rollout would be cut; lower sampling.max_tokens or raise seq_len"

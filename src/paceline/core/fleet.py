@@ -106,6 +106,7 @@ class Fleet:
         if known is not None:
             # Rollouts placed on it before it was lost still count, until they have ended.
             state.in_flight = known.in_flight
+            state.calls_to_stop = known.calls_to_stop
         self._engines[event.info.id] = state
         self._admission.joined(event.info)
         self._recount()

@@ -14,7 +14,19 @@ from paceline.errors import InvariantError
 class OpenGroup:
     """A group with members that have not ended."""
 
-    __slots__ = ("arrived", "closed_unlaunched", "engine", "id", "launched", "retries", "seed", "size", "task")
+    __slots__ = (
+        "arrived",
+        "closed_unlaunched",
+        "engine",
+        "id",
+        "launched",
+        "places",
+        "retries",
+        "seed",
+        "size",
+        "task",
+        "tokens",
+    )
 
     def __init__(self, group: GroupId, task: TaskRef, size: int, seed: int) -> None:
         self.id = group
@@ -31,6 +43,10 @@ class OpenGroup:
         """Last attempts that have ended."""
         self.closed_unlaunched = 0
         """Members that will never be started."""
+        self.places = 0
+        """Places in batches to come that it holds (`Pacing`)."""
+        self.tokens: dict[RolloutId, int] = {}
+        """Sampled tokens of each attempt in `arrived`, as the engine requests reported them."""
 
     @property
     def owes_launches(self) -> bool:

@@ -107,6 +107,16 @@ class ReportEval(msgspec.Struct, frozen=True, gc=False, tag=True):
     reason: str = ""
 
 
+class NoteStale(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """A rollout that waited for its batch became staler than the bound. Not answered."""
+
+    rollout: RolloutId
+    action: Literal["dropped", "trained", "masked"]
+    tokens: int
+    """Trainable tokens concerned."""
+    reason: str = ""
+
+
 class ForgetGroup(msgspec.Struct, frozen=True, gc=False, tag=True):
     """Nothing refers to this group any more; sessions and caches keyed by it may go. Not answered."""
 
@@ -131,6 +141,7 @@ Command: TypeAlias = (
     | SaveCheckpoint
     | WakeAt
     | ReportEval
+    | NoteStale
     | ForgetGroup
     | FinishRun
 )

@@ -1,0 +1,78 @@
+"""Closed groups: fetch what their algorithm asks for, then process them off the loop, one hop a group."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from paceline.core.advantages import Algorithm, ServiceRequest
+from paceline.core.processing import GroupRules, process_group, service_requests
+from paceline.domain.events import GroupProcessed
+from paceline.domain.group import ClosedGroup, GroupResult, Verdict
+from paceline.domain.ids import EnvName
+from paceline.ports import Services
+from paceline.runtime.offload import Offload
+
+SERVICE_CALLS = 64
+"""Requests of all algorithms under way at once."""
+
+
+class EnvProcessing(msgspec.Struct, frozen=True):
+    """How groups of one environment are processed."""
+
+    rules: GroupRules
+    algorithm: Algorithm
+
+
+class GroupProcessor:
+    """Answers `ProcessGroup` with exactly one `GroupProcessed`, whatever the algorithm or its services raise."""
+
+    def __init__(
+        self, envs: Mapping[EnvName, EnvProcessing], offload: Offload, services: Services | None = None
+    ) -> None:
+        self._envs = envs
+        self._offload = offload
+        self._services = services
+        self._calls = asyncio.Semaphore(SERVICE_CALLS)
+
+    async def process(self, group: ClosedGroup) -> GroupProcessed:
+        began = time.perf_counter()
+        how = self._envs[group.task.env]
+        try:
+            asked = service_requests(group, how.rules, how.algorithm)
+            replies = await self._fetch(asked) if asked else ()
+            result = await self._offload.run(process_group, group, how.rules, how.algorithm, replies)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            # The user's algorithm or service may raise anything. The group then trains nothing; the dead-group
+            # limit ends a run in which that is all that happens, with this text.
+            text = f"{type(error).__name__}: {error}"
+            return GroupProcessed(_failed(group, text), time.perf_counter() - began, text)
+        return GroupProcessed(result, time.perf_counter() - began)
+
+    async def _fetch(self, requests: tuple[ServiceRequest, ...]) -> tuple[Any, ...]:
+        async def one(request: ServiceRequest) -> Any:
+            if self._services is None:
+                raise LookupError(f"the algorithm asks for service {request.service!r}, but none is configured")
+            async with self._calls:
+                return await self._services.call(request.service, request.payload)
+
+        return tuple(await asyncio.gather(*map(one, requests)))
+
+
+def _failed(group: ClosedGroup, why: str) -> GroupResult:
+    """Nothing of the group trains: its scored members failed for the reason given, the others as they did."""
+    verdicts = []
+    for rollout in group.rollouts:
+        ending = rollout.outcome.ending
+        if ending == "cancelled":
+            fate = "stale" if rollout.outcome.cause == "stale" else "cancelled"
+            verdicts.append(Verdict(rollout.id, fate, rollout.outcome.detail))  # type: ignore[arg-type]
+        else:
+            verdicts.append(Verdict(rollout.id, "failed", rollout.outcome.detail or why))
+    return GroupResult(group.id, tuple(verdicts), dead="failed")
