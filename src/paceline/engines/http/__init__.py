@@ -1,0 +1,10 @@
+"""The Engine port over vLLM's HTTP routes; speaks to vLLM servers and to the embedded engine alike."""
+
+from __future__ import annotations
+
+from paceline.engines.http.client import HttpEngine, connect
+from paceline.engines.http.link import Limits, Link
+from paceline.engines.http.probe import Problem, ServerFacts, probe
+from paceline.engines.http.retry import Retry
+
+__all__ = ["HttpEngine", "Limits", "Link", "Problem", "Retry", "ServerFacts", "connect", "probe"]

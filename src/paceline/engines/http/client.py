@@ -1,0 +1,279 @@
+"""The Engine port over vLLM's HTTP routes: a vLLM server, or the embedded one.
+
+    generate ─▶ a place (max_connections, waited for outside any deadline)
+                 └▶ try 1 ─▶ try 2 … under one deadline (request_s), each with a request id of its own
+    abort    ─▶ /abort_requests for the try in flight; if the server lets it go on, the connection is closed
+
+A try that may have reached the server is aborted there before another is made: never a silent duplicate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import msgspec
+
+from paceline.domain.ids import EngineId, Version
+from paceline.domain.load import EngineInfo, EngineLoad
+from paceline.engines.http.link import Answer, Limits, Link, LinkLost
+from paceline.engines.http.metrics import read_load
+from paceline.engines.http.probe import ServerFacts, probe
+from paceline.engines.http.retry import NOT_JSON, Retry, is_transient
+from paceline.engines.http.weights import WeightLoader
+from paceline.engines.http.wire import COMPLETIONS, decode, encode, error_text
+from paceline.errors import EngineError
+from paceline.ports import GenerateReply, GenerateRequest
+
+log = logging.getLogger(__name__)
+
+_JSON = {"Content-Type": "application/json"}
+_ABORT_WAITS_S = (0.5, 2.0, 8.0)
+"""How long an aborted request may take to come back, before it is aborted again, and in the end dropped. An
+abort that overtakes its request on the way finds nothing to stop; the next one does."""
+_DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
+
+
+async def connect(
+    url: str,
+    *,
+    id: EngineId,
+    served_name: str,
+    max_connections: int = 4096,
+    limits: Limits | None = None,
+    retry: Retry | None = None,
+    api_key: str | None = None,
+    start_s: float = 600.0,
+    keep_kv: bool = False,
+) -> HttpEngine:
+    """Wait until the server at `url` answers, look at what it can do, and return the engine.
+
+    `max_connections` is how many generate calls may be in flight: at least the cap on rollouts. EngineError
+    when it does not answer within `start_s`, serves no model `served_name`, or does not return token ids.
+    """
+    link = Link(url, f"engine {id} ({url})", limits or Limits(), retry or Retry(), api_key)
+    try:
+        facts = await probe(link, served_name, start_s=start_s)
+        if facts.problems:
+            raise EngineError("; ".join(f"{problem.text}: {problem.remedy}" for problem in facts.problems))
+    except BaseException:
+        await link.close()
+        raise
+    return HttpEngine(link, id, served_name, facts, max_connections=max_connections, keep_kv=keep_kv)
+
+
+class _Flight:
+    """One request on its way: what an abort needs to reach it."""
+
+    __slots__ = ("aborted", "backoff", "ended", "timer", "wire_id")
+
+    def __init__(self, wire_id: str) -> None:
+        self.wire_id = wire_id
+        self.aborted = False
+        self.timer: asyncio.Timeout | None = None
+        """Of the try in flight."""
+        self.backoff: asyncio.Future[None] | None = None
+        """Set while no try is in flight."""
+        self.ended: asyncio.Future[None] | None = None
+        """Set once somebody waits for the end."""
+
+    def drop(self) -> None:
+        """End the try now; the server sees its connection close."""
+        if self.timer is not None and not self.timer.expired():
+            self.timer.reschedule(asyncio.get_running_loop().time())
+
+
+class HttpEngine:
+    """One server behind the Engine port. Made by `connect`."""
+
+    def __init__(
+        self,
+        link: Link,
+        id: EngineId,
+        served_name: str,
+        facts: ServerFacts,
+        *,
+        max_connections: int,
+        keep_kv: bool = False,
+    ) -> None:
+        self._link, self._model, self._facts = link, served_name, facts
+        self._info = EngineInfo(id=id, kv_tokens=facts.kv_tokens, max_model_len=facts.max_model_len)
+        self._version: Version = facts.version or 0
+        self._route = facts.route
+        self._places = asyncio.Semaphore(max_connections)
+        self._flights: dict[str, _Flight] = {}
+        self._loader = WeightLoader(link, keep_kv=keep_kv)
+        self._loading = asyncio.Lock()
+        self._can_abort = True
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    @property
+    def facts(self) -> ServerFacts:
+        """What the start-up probe saw."""
+        return self._facts
+
+    @property
+    def version(self) -> Version:
+        """What the server holds: as it said at the start, then the last version loaded into it."""
+        return self._version
+
+    @property
+    def in_flight(self) -> int:
+        """Generate calls that have not returned, those that wait for a place not included."""
+        return len(self._flights)
+
+    async def generate(self, request: GenerateRequest) -> GenerateReply:
+        async with self._places:
+            if request.request_id in self._flights:
+                raise EngineError(f"{self._link.name}: request {request.request_id} is in flight already")
+            flight = self._flights[request.request_id] = _Flight(request.request_id)
+            try:
+                return await self._tries(request, flight)
+            finally:
+                del self._flights[request.request_id]
+                if flight.ended is not None and not flight.ended.done():
+                    flight.ended.set_result(None)
+
+    async def abort(self, request_id: str) -> None:
+        flight = self._flights.get(request_id)
+        if flight is None:
+            return
+        flight.aborted = True
+        if flight.backoff is not None and not flight.backoff.done():
+            flight.backoff.set_result(None)
+        loop = asyncio.get_running_loop()
+        if flight.ended is None:
+            flight.ended = loop.create_future()
+        for wait_s in _ABORT_WAITS_S:
+            if not self._can_abort or not await self._abort_there(flight.wire_id):
+                break
+            await asyncio.wait((flight.ended,), timeout=wait_s)
+            if flight.ended.done():
+                return
+        flight.drop()
+
+    async def load(self) -> EngineLoad:
+        link = self._link
+        try:
+            async with asyncio.timeout(link.limits.metrics_s):
+                answer = await link.send("GET", "/metrics")
+            if answer.status != 200:
+                raise EngineError(f"answered {answer.status}")
+            return read_load(answer.body)
+        except TimeoutError:
+            raise EngineError(
+                f"{link.name}: /metrics gave no answer within {link.limits.metrics_s:g} s"
+            ) from None
+        except (LinkLost, EngineError) as error:
+            raise EngineError(f"{link.name}: /metrics: {error}") from error
+
+    async def update_weights(self, version: Version, path: str) -> None:
+        async with self._loading:
+            await self._loader.load(version, path)
+            self._version = version
+
+    async def close(self) -> None:
+        """Closes every connection; the server aborts what was still in flight."""
+        await self._link.close()
+
+    # ---- one request
+
+    async def _tries(self, request: GenerateRequest, flight: _Flight) -> GenerateReply:
+        link, loop = self._link, asyncio.get_running_loop()
+        headers = {**_JSON, "X-Session-ID": request.session} if request.session else _JSON
+        deadline = loop.time() + link.limits.request_s
+        failed = 0
+        while True:
+            if failed:
+                flight.wire_id = f"{request.request_id}~{failed + 1}"
+            body = encode(request, flight.wire_id, self._route, self._model)
+            known = self._version
+            wait_s: float | None
+            try:
+                async with asyncio.timeout_at(deadline) as flight.timer:
+                    answer = await link.send("POST", self._route, body, headers)
+            except TimeoutError:
+                if flight.aborted:
+                    return _NOTHING
+                await self._stop(flight.wire_id)
+                raise self._error(f"no answer within {link.limits.request_s:g} s (request_s)") from None
+            except LinkLost as lost:
+                failed += 1
+                if flight.aborted:
+                    return _NOTHING
+                cause, wait_s = str(lost), link.retry.wait_s(failed)
+                if lost.arrived and wait_s is not None and not await self._stop(flight.wire_id):
+                    raise self._error(f"{cause}; it may still be at work on the request") from lost
+            else:
+                if answer.status == 200:
+                    return self._decoded(answer, known)
+                failed += 1
+                cause, wait_s = self._refused(answer, failed)
+            finally:
+                flight.timer = None
+            if wait_s is None or loop.time() + wait_s >= deadline:
+                raise self._error(f"{cause} (try {failed})")
+            log.info("%s: %s; trying again in %.1f s", link.name, cause, wait_s)
+            if not flight.aborted:
+                flight.backoff = loop.create_future()
+                await asyncio.wait((flight.backoff,), timeout=wait_s)
+                flight.backoff = None
+            if flight.aborted:
+                return _NOTHING
+
+    def _decoded(self, answer: Answer, known: Version) -> GenerateReply:
+        try:
+            # A server that does not stamp its tokens may have loaded weights meanwhile: then the older version
+            # is taken for all of them, so that staleness is never understated.
+            return decode(answer.body, known)
+        except EngineError as error:
+            raise self._error(str(error)) from None
+
+    def _refused(self, answer: Answer, failed: int) -> tuple[str, float | None]:
+        cause = f"answered {answer.status}: {error_text(answer.body) or 'without a word'}"
+        if NOT_JSON in answer.body:
+            cause += " (a logprob was not finite)"
+        if not is_transient(answer.status, answer.body):
+            return cause, None
+        return cause, self._link.retry.wait_s(failed, answer.retry_after_s)
+
+    def _error(self, cause: str) -> EngineError:
+        return EngineError(f"{self._link.name}: {self._route}: {cause}")
+
+    # ---- stopping
+
+    async def _stop(self, wire_id: str) -> bool:
+        """Make sure that a try whose connection is gone samples no more. False when that is unknown."""
+        if not self._can_abort:
+            return True  # closing the connection has aborted it
+        return await self._abort_there(wire_id)
+
+    async def _abort_there(self, wire_id: str) -> bool:
+        """Whether the server has taken the abort, or is not there to sample anything."""
+        link = self._link
+        ids: Sequence[str] = (wire_id, f"generate-tokens-{wire_id}")
+        if self._route == COMPLETIONS:
+            ids = (wire_id, f"cmpl-{wire_id}", f"cmpl-{wire_id}-0")
+        try:
+            async with asyncio.timeout(link.limits.metrics_s):
+                answer = await link.send("POST", "/abort_requests", msgspec.json.encode({"request_ids": ids}))
+        except TimeoutError:
+            return False
+        except LinkLost as lost:
+            return not lost.arrived
+        if answer.is_missing:
+            self._can_abort = False
+            log.warning(
+                "%s: has no /abort_requests (%s): aborting closes connections, and loses their tokens",
+                link.name,
+                _DEV_MODE,
+            )
+        return answer.status == 200 or answer.is_missing
+
+
+_NOTHING = decode(b'{"choices":[{"token_ids":[],"finish_reason":"abort"}]}', 0)
+"""Of a request that was dropped."""

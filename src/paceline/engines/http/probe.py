@@ -1,0 +1,192 @@
+"""What a server can do, found out before anything depends on it: routes, ids, logprobs, lengths, names."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import msgspec
+import numpy as np
+
+from paceline.domain.ids import Version
+from paceline.engines.http.link import Answer, Link, LinkLost
+from paceline.engines.http.metrics import read_kv_tokens
+from paceline.engines.http.weights import read_version
+from paceline.engines.http.wire import COMPLETIONS, GENERATE, decode, encode, error_text
+from paceline.errors import EngineError
+from paceline.ports import GenerateReply, GenerateRequest, SamplingParams
+
+_EVERY_S = 0.5
+
+
+class Problem(msgspec.Struct, frozen=True, gc=False):
+    """Something about a server that no run can work with."""
+
+    text: str
+    remedy: str
+
+
+class ServerFacts(msgspec.Struct, frozen=True, gc=False):
+    """What the probe saw."""
+
+    route: str = COMPLETIONS
+    """The generate route in use."""
+    models: tuple[str, ...] = ()
+    """Names it serves."""
+    max_model_len: int | None = None
+    kv_tokens: int | None = None
+    version: Version | None = None
+    """The weight version it says it holds; None when it does not say."""
+    processed_logprobs: bool | None = None
+    """Whether logprobs are of the distribution sampled from, after temperature; None when it was not told apart."""
+    has_metrics: bool = False
+    problems: tuple[Problem, ...] = ()
+
+
+class _Model(msgspec.Struct, frozen=True, gc=False):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct, frozen=True, gc=False):
+    data: list[_Model]
+
+
+async def probe(link: Link, served_name: str, *, start_s: float) -> ServerFacts:
+    """Wait up to `start_s` for the server, then look at it. EngineError when it does not come up."""
+    models = await _models_when_up(link, start_s)
+    names = tuple(model.id for model in models)
+    problems: list[Problem] = []
+    ours = next((model for model in models if model.id == served_name), None)
+    if ours is None:
+        known = ", ".join(names) or "none"
+        problems.append(
+            Problem(
+                f"{link.name}: serves no model {served_name!r} (it serves: {known})",
+                f"set model.served_name to one of them, or start the server with --served-model-name {served_name}",
+            )
+        )
+    name = served_name if ours or not names else names[0]
+    version: Version | None = None
+    try:
+        version = await read_version(link)
+    except EngineError as error:
+        problems.append(Problem(str(error), "restart the server with the run's initial weights"))
+    page = await _metrics(link)
+    route, processed = COMPLETIONS, None
+    try:
+        await _refuse_paused(link)
+        route = await _route(link, name)
+        processed = await _is_processed(link, route, name)
+    except EngineError as error:
+        text = str(error)
+        problems.append(Problem(text if link.name in text else f"{link.name}: {text}", "see the message"))
+    return ServerFacts(
+        route=route,
+        models=names,
+        max_model_len=ours.max_model_len if ours else models[0].max_model_len if models else None,
+        kv_tokens=read_kv_tokens(page) if page else None,
+        version=version,
+        processed_logprobs=processed,
+        has_metrics=page is not None,
+        problems=tuple(problems),
+    )
+
+
+async def _models_when_up(link: Link, start_s: float) -> list[_Model]:
+    """The models, once the server lists them: that is when it is ready to sample."""
+    loop = asyncio.get_running_loop()
+    deadline, cause = loop.time() + start_s, "no answer"
+    while True:
+        try:
+            async with asyncio.timeout(min(link.limits.admin_s, max(0.1, deadline - loop.time()))):
+                answer = await link.send("GET", "/v1/models")
+        except LinkLost as lost:
+            cause = str(lost)
+        except TimeoutError:
+            cause = "no answer"
+        else:
+            if answer.status == 200:
+                try:
+                    return msgspec.json.decode(answer.body, type=_Models).data
+                except msgspec.DecodeError as error:
+                    raise EngineError(
+                        f"{link.name}: /v1/models answered what is no list of models: {error}"
+                    ) from None
+            cause = f"/v1/models answered {answer.status}: {error_text(answer.body)}"
+            if answer.status in (401, 403):
+                raise EngineError(
+                    f"{link.name}: {cause}: set engine.api_key_env to the variable that holds its key"
+                )
+            if answer.status < 500 and answer.status != 429:
+                raise EngineError(f"{link.name}: {cause}")
+        # A server that starts tells nobody when it is done; this is the one place that asks again and again.
+        if loop.time() + _EVERY_S >= deadline:
+            raise EngineError(f"{link.name}: not up after {start_s:g} s (start_s): {cause}")
+        await asyncio.sleep(_EVERY_S)
+
+
+async def _refuse_paused(link: Link) -> None:
+    answer = await link.call("GET", "/is_paused")
+    if answer.status == 200 and answer.body.replace(b" ", b"") == b'{"is_paused":true}':
+        raise EngineError(
+            f"{link.name}: is paused: another run is updating it, or left it so; in the second case POST /resume to it"
+        )
+
+
+async def _metrics(link: Link) -> bytes | None:
+    try:
+        async with asyncio.timeout(link.limits.metrics_s):
+            answer = await link.send("GET", "/metrics")
+    except (LinkLost, TimeoutError):
+        return None
+    return answer.body if answer.status == 200 else None
+
+
+async def _route(link: Link, name: str) -> str:
+    """The newest route the server has; EngineError when none returns exact ids and logprobs."""
+    answer = await _sample(link, GENERATE, name, SamplingParams(max_tokens=1), "route")
+    if not answer.is_missing:
+        _exact(link, GENERATE, answer)
+        return GENERATE
+    _exact(link, COMPLETIONS, await _sample(link, COMPLETIONS, name, SamplingParams(max_tokens=1), "route"))
+    return COMPLETIONS
+
+
+async def _is_processed(link: Link, route: str, name: str) -> bool | None:
+    """Whether logprobs follow the temperature: the one most likely token, drawn at two of them.
+
+    In the distribution sampled from, its probability is one (or, where only the temperature is applied, moves);
+    raw, it is the same at both and below one. None when two draws of one token are two tokens.
+    """
+    replies: list[GenerateReply] = []
+    for temperature in (0.5, 2.0):
+        params = SamplingParams(max_tokens=1, temperature=temperature, top_k=1)
+        replies.append(_exact(link, route, await _sample(link, route, name, params, f"t{temperature}")))
+    cold, hot = replies
+    if not len(cold.token_ids) or not np.array_equal(cold.token_ids, hot.token_ids):
+        return None
+    a, b = float(cold.logprobs[0]), float(hot.logprobs[0])
+    if abs(a - b) > 1e-4:
+        return True
+    return b > -1e-4
+
+
+async def _sample(link: Link, route: str, name: str, params: SamplingParams, tag: str) -> Answer:
+    request = GenerateRequest(
+        request_id=f"probe-{tag}-{os.urandom(4).hex()}", token_ids=np.array([1], np.int32), sampling=params
+    )
+    body = encode(request, request.request_id, route, name)
+    try:
+        async with asyncio.timeout(link.limits.admin_s):
+            return await link.send("POST", route, body)
+    except TimeoutError:
+        raise EngineError(f"{link.name}: {route} gave no answer within {link.limits.admin_s:g} s") from None
+    except LinkLost as lost:
+        raise EngineError(f"{link.name}: {route}: {lost}") from lost
+
+
+def _exact(link: Link, route: str, answer: Answer) -> GenerateReply:
+    if answer.status != 200:
+        raise EngineError(f"{link.name}: {route} answered {answer.status}: {error_text(answer.body)}")
+    return decode(answer.body, 0)

@@ -1,0 +1,153 @@
+"""New weights into one running server, without losing what it is working on.
+
+    pause (keep) ─▶ load ─▶ label ─▶ check the label ─▶ resume
+                       any failure ───────────────────────▲
+
+Requests in flight freeze at the pause and go on under the new weights; their KV is computed anew, unless
+`keep_kv`. Nothing may sample between the start and the end of a load: a vLLM server dies of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from enum import Enum
+
+import msgspec
+
+from paceline.domain.ids import Version
+from paceline.engines.http.link import Answer, Link
+from paceline.engines.http.wire import error_text, label_of, version_of
+from paceline.errors import EngineError
+
+log = logging.getLogger(__name__)
+
+_DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1 (vLLM 0.16 or later)"
+
+
+class LoadRoute(Enum):
+    """How a server takes weights from a directory."""
+
+    PHASES = "start_weight_update, update_weights, finish_weight_update"
+    RELOAD = "collective_rpc reload_weights"
+
+
+class _Label(msgspec.Struct, frozen=True, gc=False):
+    weight_version: str
+
+
+async def read_version(link: Link) -> Version | None:
+    """The version the server says it holds; None when it has no such route. EngineError for a foreign label."""
+    answer = await link.call("GET", "/weight_info")
+    if answer.status != 200:
+        return None
+    try:
+        return version_of(msgspec.json.decode(answer.body, type=_Label).weight_version)
+    except (msgspec.DecodeError, EngineError) as error:
+        raise EngineError(f"{link.name}: /weight_info: {error}") from None
+
+
+class WeightLoader:
+    """Loads versions into one server; one load at a time is the caller's care."""
+
+    def __init__(self, link: Link, *, keep_kv: bool = False) -> None:
+        self._link, self._keep_kv = link, keep_kv
+        self._route: LoadRoute | None = None
+
+    async def load(self, version: Version, path: str) -> None:
+        """Returns once the server holds `version` and works again.
+
+        EngineError with the engine and the cause otherwise; then the server works again if it can be made to,
+        but what it holds is not to be trusted.
+        """
+        link, clear = self._link, "false" if self._keep_kv else "true"
+        try:
+            paused = await link.call("POST", f"/pause?mode=keep&clear_cache={clear}")
+            if paused.is_missing:
+                raise EngineError(f"{link.name}: cannot be paused, so cannot take new weights: {_DEV_MODE}")
+            _succeeded(link, "/pause", paused)
+            await self._load(version, path)
+            held = await read_version(link)
+            if held not in (None, version):
+                raise EngineError(f"{link.name}: was given v{version} from {path}, but says it holds v{held}")
+        except BaseException:
+            # Also when cancelled: a server left paused serves nobody, for ever.
+            try:
+                await self._resume()
+            except EngineError as error:
+                log.error("%s; it may still be paused", error)
+            raise
+        await self._resume()
+
+    async def _resume(self) -> None:
+        await self._link.demand("POST", "/resume")
+
+    async def _load(self, version: Version, path: str) -> None:
+        if self._route is not LoadRoute.RELOAD:
+            started = await self._start()
+            if started:
+                await self._phases(version, path)
+                self._route = LoadRoute.PHASES
+                return
+        await self._reload(version, path)
+        self._route = LoadRoute.RELOAD
+
+    async def _start(self) -> bool:
+        """Begin a load in phases; False when the server does not load that way."""
+        link = self._link
+        try:
+            answer = await link.call("POST", "/start_weight_update", {}, repeatable=False)
+        except EngineError as error:
+            if self._route is None and "not configured" in str(error):
+                return False
+            raise
+        if self._route is None and answer.is_missing:
+            return False
+        _succeeded(link, "/start_weight_update", answer)
+        return True
+
+    async def _phases(self, version: Version, path: str) -> None:
+        link, patience = self._link, self._link.limits.load_weights_s
+        try:
+            answer = await link.call(
+                "POST",
+                "/update_weights",
+                {"update_info": {"path": path}},
+                within_s=patience,
+                repeatable=False,
+            )
+            _succeeded(link, f"/update_weights from {path}", answer)
+        except BaseException:
+            # The load was begun; a server that resumes inside it dies at its next request. It keeps its old label.
+            try:
+                await link.call("POST", "/finish_weight_update", {}, within_s=patience, repeatable=False)
+            except EngineError as error:
+                log.error("%s; its load was not ended", error)
+            raise
+        await link.demand(
+            "POST",
+            "/finish_weight_update",
+            {"weight_version": label_of(version)},
+            within_s=patience,
+            repeatable=False,
+        )
+
+    async def _reload(self, version: Version, path: str) -> None:
+        link = self._link
+        answer = await link.call(
+            "POST",
+            "/collective_rpc",
+            {"method": "reload_weights", "kwargs": {"weights_path": path}},
+            within_s=link.limits.load_weights_s,
+            repeatable=True,
+        )
+        if answer.is_missing:
+            raise EngineError(f"{link.name}: has no route that loads weights from a directory: {_DEV_MODE}")
+        _succeeded(link, f"/collective_rpc reload_weights from {path}", answer)
+        labelled = await link.call("POST", "/update_weight_version", {"new_version": label_of(version)})
+        if not labelled.is_missing:  # vLLM before 0.28 keeps no label
+            _succeeded(link, "/update_weight_version", labelled)
+
+
+def _succeeded(link: Link, what: str, answer: Answer) -> None:
+    if answer.status != 200:
+        raise EngineError(f"{link.name}: {what} answered {answer.status}: {error_text(answer.body)}")
