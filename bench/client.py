@@ -1,0 +1,154 @@
+"""CPU milliseconds of the engine client for one reply: 512 tokens with ids and logprobs, 256 in flight.
+
+The server runs in a process of its own and answers from memory; what is counted is the CPU time of this
+process alone (user and system), the body's encoding and the arrays included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from paceline.engines.http import HttpEngine, connect
+from paceline.ports import GenerateRequest, SamplingParams
+
+CONCURRENCY, TOKENS, PROMPT, REPLIES = 256, 512, 256, 4096
+TARGET_MS = 0.35
+
+
+def rows() -> list[dict[str, Any]]:
+    """The benchmark's rows: name, value, unit, target, ok, note."""
+    ms, per_s = measure()
+    return [
+        {
+            "name": "client_ms_per_reply",
+            "value": round(ms, 4),
+            "unit": "ms CPU",
+            "target": TARGET_MS,
+            "ok": ms <= TARGET_MS,
+            "note": f"{TOKENS}-token replies with ids and logprobs, {PROMPT} prompt ids, {CONCURRENCY} in flight, "
+            f"{per_s:.0f} replies/s beside a server on the same cores",
+        }
+    ]
+
+
+def measure(replies: int = REPLIES) -> tuple[float, float]:
+    """(CPU ms a reply, replies a second): the best of three, after one round that warms up."""
+    server = subprocess.Popen([sys.executable, __file__, "serve"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        url = json.loads(server.stdout.readline())["url"]
+        return asyncio.run(_client(url, replies))
+    finally:
+        server.kill()
+        server.wait()
+
+
+async def _client(url: str, replies: int) -> tuple[float, float]:
+    engine = await connect(url, id="bench", served_name="policy", max_connections=CONCURRENCY)
+    try:
+        await _round(engine, CONCURRENCY * 2)
+        gc.collect()
+        gc.freeze()
+        return min([await _round(engine, replies) for _ in range(3)])
+    finally:
+        gc.unfreeze()
+        await engine.close()
+
+
+async def _round(engine: HttpEngine, replies: int) -> tuple[float, float]:
+    ids = np.arange(1, PROMPT + 1, dtype=np.int32) * 97
+    sampling = SamplingParams(max_tokens=TOKENS, seed=1)
+    left = iter(range(replies))
+
+    async def worker() -> None:
+        for i in left:
+            reply = await engine.generate(
+                GenerateRequest(
+                    request_id=f"g{i}.m0.a0",
+                    token_ids=ids,
+                    sampling=sampling,
+                    session=f"g{i}",
+                    cache_salt="v3",
+                )
+            )
+            assert len(reply.token_ids) == TOKENS
+
+    wall, cpu = time.perf_counter(), time.process_time()
+    await asyncio.gather(*[worker() for _ in range(CONCURRENCY)])
+    return (time.process_time() - cpu) / replies * 1e3, replies / (time.perf_counter() - wall)
+
+
+# ---- the other process
+
+
+def _reply(tokens: int) -> bytes:
+    """A reply as a vLLM server writes it."""
+    rng = np.random.default_rng(0)
+    ids, logprobs = rng.integers(0, 150_000, tokens), -rng.exponential(0.5, tokens)
+    content = [
+        {"token": f"token_id:{i}", "logprob": float(lp), "bytes": None, "top_logprobs": []}
+        for i, lp in zip(ids, logprobs, strict=True)
+    ]
+    choice = {
+        "index": 0,
+        "token_ids": ids.tolist(),
+        "logprobs": {"content": content},
+        "finish_reason": "length",
+        "stop_reason": None,
+        "weight_versions": [{"version": "v3", "start": 0, "end": tokens}],
+    }
+    usage = {"prompt_tokens": PROMPT, "prompt_tokens_details": {"cached_tokens": 240}}
+    return json.dumps({"request_id": "x", "choices": [choice], "usage": usage}).encode()
+
+
+class _Server(asyncio.Protocol):
+    """Enough of HTTP to answer a client that sends one request at a time on a connection."""
+
+    _models = b'{"data":[{"id":"policy","max_model_len":32768}]}'
+    _long, _short = _reply(TOKENS), _reply(1)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport: Any = transport
+        self._data = b""
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+        head, ended, body = self._data.partition(b"\r\n\r\n")
+        at = head.lower().find(b"content-length:")
+        needed = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
+        if not ended or len(body) < needed:
+            return
+        self._data, path, status = b"", head.split(b" ", 2)[1], b"200 OK"
+        if path == b"/inference/v1/generate":
+            content = self._short if b'"max_tokens":1,' in body else self._long
+        elif path == b"/v1/models":
+            content = self._models
+        else:
+            content, status = b"{}", b"404 Not Found"
+        head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % (
+            status,
+            len(content),
+        )
+        self._transport.write(head + content)
+
+
+async def _serve() -> None:
+    server = await asyncio.get_running_loop().create_server(_Server, "127.0.0.1", 0, backlog=1024)
+    print(json.dumps({"url": f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"}), flush=True)
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["serve"]:
+        asyncio.run(_serve())
+    else:
+        for row in rows():
+            print(json.dumps(row))
