@@ -1,0 +1,69 @@
+"""Rewards become advantages: one file an algorithm. A user's own comes by import path, which a shell resolves."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.config.words import nearest
+from paceline.core.advantages.base import (
+    Advantages,
+    Algorithm,
+    AlgorithmError,
+    GroupView,
+    ServiceRequest,
+    centred,
+    spread,
+)
+from paceline.core.advantages.dr_grpo import DrGrpo
+from paceline.core.advantages.grpo import Grpo, GrpoStd
+from paceline.core.advantages.rloo import Rloo
+from paceline.errors import ConfigError
+
+BUILTIN: Mapping[str, type[Algorithm]] = {"grpo": Grpo, "grpo_std": GrpoStd, "dr_grpo": DrGrpo, "rloo": Rloo}
+
+
+def builtin(name: str, args: Mapping[str, Any]) -> Algorithm:
+    """A built-in algorithm. ConfigError, with the nearest name, for a name or an argument that it does not have."""
+    if name not in BUILTIN:
+        near = nearest(name, BUILTIN)
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise ConfigError(
+            f"algorithm {name!r} is not built in ({', '.join(BUILTIN)}) and not of the form module:Class{hint}"
+        )
+    return build(name, BUILTIN[name], args)
+
+
+def build(name: str, factory: type[Algorithm], args: Mapping[str, Any]) -> Algorithm:
+    """Call `factory` with `args`, which its signature must take. ConfigError when it does not."""
+    signature = inspect.signature(factory)
+    known = signature.parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
+    for key in args:
+        if key not in known and not takes_any:
+            near = nearest(key, known)
+            has = f"its arguments are {', '.join(known)}" if known else "it takes none"
+            raise ConfigError(
+                f"algorithm {name!r} has no argument {key!r}: "
+                + (f"did you mean {near!r}?" if near else f"{has}")
+            )
+    try:
+        signature.bind(**args)
+    except TypeError as error:
+        raise ConfigError(f"algorithm {name!r}: {error}; set it in algorithm.args") from None
+    return factory(**args)
+
+
+__all__ = [
+    "BUILTIN",
+    "Advantages",
+    "Algorithm",
+    "AlgorithmError",
+    "GroupView",
+    "ServiceRequest",
+    "build",
+    "builtin",
+    "centred",
+    "spread",
+]

@@ -1,0 +1,340 @@
+"""A closed group becomes verdicts: who votes, who trains, with which advantage, and why the others do not.
+
+    endings -> records to samples -> pre-filters -> vote -> algorithm -> advantages onto samples -> post-filter
+
+Pure, and run once a group in a worker thread. Nothing here raises for what a rollout holds: a record that cannot be
+trained on is a failed rollout. An algorithm that answers nonsense raises AlgorithmError; `broken_group` is then the
+result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, Self
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.config.batch import BatchSection
+from paceline.config.environment import EnvSection
+from paceline.config.filters import FiltersSection, PreFilter
+from paceline.core.advantages.base import (
+    Advantages,
+    Algorithm,
+    AlgorithmError,
+    GroupView,
+    ServiceRequest,
+)
+from paceline.core.filters import detect, has_signal
+from paceline.core.samples import Built, RecordRefused, build_samples
+from paceline.domain.group import ClosedGroup, Fate, GroupResult, Verdict
+from paceline.domain.rollout import Rollout
+from paceline.domain.sample import Sample, Stream
+
+_FURTHEST: tuple[Fate, ...] = (
+    "zero_signal",
+    "filtered",
+    "overlong",
+    "truncated",
+    "void",
+    "failed",
+    "cancelled",
+)
+"""A dead group is named after the member that came furthest."""
+
+
+class GroupRules(msgspec.Struct, frozen=True, kw_only=True):
+    """What holds for the groups of one environment."""
+
+    env: str
+    seq_len: int
+    overlong: Literal["cut", "drop"] = "cut"
+    truncated_votes: bool = True
+    truncated_trains: bool = True
+    all_or_nothing: bool = False
+    filtered_vote: bool = True
+    zero_advantage: bool = True
+    zero_advantage_threshold: float = 0.0
+    pre: tuple[PreFilter, ...] = ()
+
+    @classmethod
+    def of(
+        cls, env: EnvSection, batch: BatchSection, filters: FiltersSection, *, scores_groups: bool = False
+    ) -> Self:
+        """From the config; `scores_groups` is the environment's own word on whether it scores groups whole."""
+        return cls(
+            env=env.label,
+            seq_len=batch.seq_len,
+            overlong=batch.overlong,
+            truncated_votes=env.truncated_votes,
+            truncated_trains=env.truncated_trains,
+            all_or_nothing=scores_groups if env.all_or_nothing is None else env.all_or_nothing,
+            filtered_vote=filters.filtered_vote,
+            zero_advantage=filters.zero_advantage,
+            zero_advantage_threshold=filters.zero_advantage_threshold,
+            pre=filters.pre,
+        )
+
+
+class _Member(msgspec.Struct):
+    """A rollout on its way to a verdict."""
+
+    rollout: Rollout
+    fate: Fate = "queued"
+    reason: str = ""
+    built: Built | None = None
+    """None when there is nothing that could vote or train."""
+    votes: bool = False
+    flags: tuple[str, ...] = ()
+
+
+def service_requests(
+    group: ClosedGroup, rules: GroupRules, algorithm: Algorithm
+) -> tuple[ServiceRequest, ...]:
+    """What the algorithm must have fetched before `process_group`; costs nothing when it never asks."""
+    if getattr(type(algorithm), "requests", None) is Algorithm.requests:
+        return ()
+    members = _members(group, rules)
+    if not any(member.fate == "queued" for member in members):
+        return ()
+    return tuple(algorithm.requests(_view(group, members)))
+
+
+def process_group(
+    group: ClosedGroup, rules: GroupRules, algorithm: Algorithm, replies: Sequence[Any] = ()
+) -> GroupResult:
+    """The verdict on every rollout of a closed group. AlgorithmError when the algorithm answers nonsense."""
+    members = _members(group, rules)
+    voting = [float(m.rollout.reward) for m in members if m.votes and m.rollout.reward is not None]
+    if any([member.fate == "queued" for member in members]):
+        view = _view(group, members)
+        answer = algorithm.advantages(view, replies)
+        verdicts = _judged(members, view, answer, rules, algorithm.name)
+    else:
+        verdicts = tuple([_verdict(member) for member in members])
+    mean = math.fsum(voting) / len(voting) if voting else None
+    return GroupResult(
+        group=group.id,
+        verdicts=verdicts,
+        reward_mean=mean,
+        reward_variance=None if mean is None else math.fsum([(r - mean) ** 2 for r in voting]) / len(voting),
+        dead=_dead(verdicts),
+    )
+
+
+def broken_group(group: ClosedGroup, error: str) -> GroupResult:
+    """The result when the algorithm or its I/O failed: what could have trained is failed, with the cause."""
+    verdicts = tuple(
+        _verdict(member)
+        if (member := _ending(rollout)).fate != "queued"
+        else Verdict(rollout.id, "failed", f"algorithm: {error}")
+        for rollout in group.rollouts
+    )
+    return GroupResult(group=group.id, verdicts=verdicts, dead=_dead(verdicts))
+
+
+def _members(group: ClosedGroup, rules: GroupRules) -> list[_Member]:
+    members = [_examined(_ending(rollout), rules) for rollout in group.rollouts]
+    if rules.all_or_nothing:
+        scored = sum([member.built is not None for member in members])
+        if scored < group.size:
+            why = f"all-or-nothing: {group.size - scored} of {group.size} members have no score"
+            members = [
+                m if m.built is None else _Member(m.rollout, "void", why, flags=m.flags) for m in members
+            ]
+    return members
+
+
+def _ending(rollout: Rollout) -> _Member:
+    """Sort out those that nobody can learn from, by how they ended and whether they were scored."""
+    ending, reward = rollout.outcome.ending, rollout.reward
+    if ending == "failed" or ending == "cancelled":
+        outcome = rollout.outcome
+        return _Member(rollout, ending, f"{outcome.cause}: {outcome.detail}".strip(": "))
+    if reward is None:
+        if ending == "truncated":
+            return _Member(rollout, "truncated", f"{rollout.outcome.cause}: truncated and not scored")
+        return _Member(rollout, "failed", "unscored: completed without a reward")
+    if not math.isfinite(reward):
+        return _Member(rollout, "failed", f"data: env {rollout.task.env!r} gave the reward {reward}")
+    return _Member(rollout)
+
+
+def _examined(member: _Member, rules: GroupRules) -> _Member:
+    """Build the samples of a scored rollout, and apply every rule that needs no comparison with its siblings."""
+    if member.fate != "queued":
+        return member
+    rollout = member.rollout
+    try:
+        built = build_samples(rollout, seq_len=rules.seq_len, overlong=rules.overlong)
+    except RecordRefused as refused:
+        return _Member(rollout, "failed", f"{refused.cause}: env {rules.env!r}: {refused}")
+    truncated = built.ending == "truncated"
+    member.built = built
+    member.votes = rules.truncated_votes if truncated else True
+    if built.overlong:
+        member.fate, member.reason = "overlong", built.overlong
+    elif truncated and not rules.truncated_trains:
+        member.fate, member.reason = (
+            "truncated",
+            f"{rollout.outcome.cause or 'cut'}: truncated ones do not train",
+        )
+    if rules.pre:
+        flags = detect(rules.pre, rollout)
+        member.flags = tuple(dict.fromkeys([flag.filter for flag in flags]))
+        for flag in flags:
+            if flag.enforce:
+                if member.fate == "queued":
+                    member.fate, member.reason = "filtered", f"{flag.filter}: {flag.reason}"
+                member.votes = member.votes and rules.filtered_vote
+                break
+    return member
+
+
+def _in_view(member: _Member) -> bool:
+    return member.votes or member.fate == "queued"
+
+
+def _view(group: ClosedGroup, members: Sequence[_Member]) -> GroupView:
+    seen = [member for member in members if _in_view(member)]
+    rollouts = tuple([member.rollout for member in seen])
+    arrays = (
+        np.array([rollout.reward for rollout in rollouts], np.float64),
+        np.array([member.votes for member in seen], np.bool_),
+        np.array([member.built.generated_tokens for member in seen if member.built], np.int64),
+        np.array([len(rollout.turns) for rollout in rollouts], np.int64),
+    )
+    for array in arrays:
+        array.setflags(write=False)
+    rewards, votes, sampled_tokens, turns = arrays
+    return GroupView(
+        group=group.id,
+        task=group.task,
+        rewards=rewards,
+        votes=votes,
+        sampled_tokens=sampled_tokens,
+        turns=turns,
+        endings=tuple([member.built.ending for member in seen if member.built]),
+        rollouts=rollouts,
+        samples=tuple([_trains(member) for member in seen]),
+    )
+
+
+def _trains(member: _Member) -> tuple[Sample, ...]:
+    return member.built.samples if member.built and member.fate == "queued" else ()
+
+
+def _verdict(member: _Member, samples: tuple[Sample, ...] = (), advantage: float | None = None) -> Verdict:
+    return Verdict(
+        rollout=member.rollout.id,
+        fate=member.fate,
+        reason=member.reason,
+        samples=samples,
+        advantage=advantage,
+        flags=member.flags,
+        prefix_breaks=member.built.prefix_breaks if member.built else 0,
+    )
+
+
+def _judged(
+    members: Sequence[_Member], view: GroupView, answer: Advantages, rules: GroupRules, algorithm: str
+) -> tuple[Verdict, ...]:
+    """Verdicts once the algorithm has answered."""
+    scalars = _scalars(view, answer, algorithm)
+    streams = {name: _shaped(view, name, per, algorithm) for name, per in answer.streams.items()}
+    verdicts: list[Verdict] = []
+    at = -1
+    for member in members:
+        if not _in_view(member):
+            verdicts.append(_verdict(member))
+            continue
+        at += 1
+        if scalars is not None:
+            advantage = scalars[at]
+            samples = tuple(
+                [msgspec.structs.replace(sample, advantage=advantage) for sample in view.samples[at]]
+            )
+        else:
+            samples, advantage = _per_token(view, at, answer.values[at], algorithm)
+        if streams:
+            samples = tuple(
+                msgspec.structs.replace(sample, streams={name: per[at][i] for name, per in streams.items()})
+                for i, sample in enumerate(samples)
+            )
+        if samples and rules.zero_advantage and not has_signal(samples, rules.zero_advantage_threshold):
+            member.fate, samples = "zero_signal", ()
+            member.reason = f"no advantage beyond {rules.zero_advantage_threshold:g}"
+        verdicts.append(_verdict(member, samples, advantage))
+    return tuple(verdicts)
+
+
+def _scalars(view: GroupView, answer: Advantages, algorithm: str) -> list[float] | None:
+    """One advantage a member, or None when they come per token."""
+    values = answer.values
+    if not isinstance(values, np.ndarray):
+        if len(values) != len(view):
+            raise AlgorithmError(f"{algorithm}: advantages for {len(values)} members, of {len(view)}")
+        return None
+    if values.shape != (len(view),):
+        raise AlgorithmError(f"{algorithm}: advantages of shape {values.shape}, for {len(view)} members")
+    scalars: list[float] = values.tolist()
+    for i, value in enumerate(scalars):
+        if not math.isfinite(value):
+            raise AlgorithmError(f"{algorithm}: the advantage of {view.rollouts[i].id} is {value}")
+    return scalars
+
+
+def _per_token(
+    view: GroupView, at: int, given: Sequence[NDArray[np.float32]], algorithm: str
+) -> tuple[tuple[Sample, ...], float]:
+    """The samples of one member with their advantages, 0 where nothing trains, and the mean of those that do."""
+    samples = view.samples[at]
+    if len(given) != len(samples):
+        raise AlgorithmError(
+            f"{algorithm}: advantages for {len(given)} samples of {view.rollouts[at].id}, which has {len(samples)}"
+        )
+    total, count, done = 0.0, 0, []
+    for sample, values in zip(samples, given, strict=True):
+        if values.shape != (sample.tokens,):
+            raise AlgorithmError(
+                f"{algorithm}: advantages of shape {values.shape} for {sample.tokens} tokens of {sample.rollout}"
+            )
+        masked = np.where(sample.trainable, values, 0.0).astype(np.float32)
+        if not np.isfinite(masked).all():
+            place = int(np.isfinite(masked).argmin())
+            raise AlgorithmError(
+                f"{algorithm}: the advantage of token {place} of {sample.rollout} is {values[place]}"
+            )
+        masked.setflags(write=False)
+        total += float(masked.sum(dtype=np.float64))
+        count += sample.trainable_tokens
+        done.append(msgspec.structs.replace(sample, advantage=masked))
+    return tuple(done), total / count if count else 0.0
+
+
+def _shaped(
+    view: GroupView, name: str, given: Sequence[Sequence[Stream]], algorithm: str
+) -> list[list[Stream]]:
+    """A named stream, checked against the samples it is for, and read-only."""
+    if [len(per) for per in given] != [len(samples) for samples in view.samples]:
+        raise AlgorithmError(f"{algorithm}: stream {name!r} is not shaped like the samples it was asked for")
+    shaped: list[list[Stream]] = []
+    for samples, arrays in zip(view.samples, given, strict=True):
+        for sample, array in zip(samples, arrays, strict=True):
+            if len(array) != sample.tokens:
+                raise AlgorithmError(
+                    f"{algorithm}: stream {name!r} has {len(array)} entries for {sample.tokens} tokens of "
+                    f"{sample.rollout}"
+                )
+            array.setflags(write=False)
+        shaped.append(list(arrays))
+    return shaped
+
+
+def _dead(verdicts: Sequence[Verdict]) -> str | None:
+    fates = {verdict.fate for verdict in verdicts}
+    if "queued" in fates:
+        return None
+    return next((fate for fate in _FURTHEST if fate in fates), "cancelled")
