@@ -26,7 +26,10 @@ ROUNDS = 3
 def rows() -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as directory:
         make_model(Path(directory))
-        measured = {"embedded": embedded(Path(directory)), "transformers": plain_transformers(Path(directory))}
+        measured = {
+            "embedded": embedded(Path(directory)),
+            "transformers": plain_transformers(Path(directory)),
+        }
     notes = {
         "embedded": f"over HTTP, fp32, {PROMPT} in / {OUTPUT} out, server's CPU time, best of {ROUNDS}",
         "transformers": f"generate() on one batch, fp32, same lengths, no HTTP, best of {ROUNDS}",

@@ -203,6 +203,7 @@ class Engine:
 
     # ---- one step
 
+    @torch.inference_mode()
     def step(self) -> None:
         """One forward pass over what the scheduler plans; finished requests are reported before it returns."""
         planned = self.scheduler.plan(time.monotonic())

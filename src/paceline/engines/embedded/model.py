@@ -300,7 +300,6 @@ class Decoder:
         # rotate_half(x) * sin == roll(x, head_dim / 2) * [-sin, sin]: one call less per layer.
         self.rope = torch.cat([cos, cos, -sin, sin], dim=-1).to(dtype)
 
-    @torch.inference_mode()
     def forward(self, batch: Batch, cache: list[Tensor]) -> Tensor:
         """Write the batch's K and V into `cache`, return float32 logits [wanted tokens, vocab]."""
         spec = self.spec
