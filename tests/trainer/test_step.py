@@ -207,3 +207,19 @@ def test_a_trainable_first_token_and_an_untrainable_batch_are_refused(model_dir:
         of.step([replace(good, trainable=np.zeros_like(good.trainable))])
     with pytest.raises(TrainerError, match="advantages has"):
         of.step([replace(good, advantages=good.advantages[1:])])
+
+
+def test_padding_and_an_empty_micro_batch_change_nothing(model_dir: Path) -> None:
+    plain = pack(random_sequences(0))
+    extra = np.zeros(5)
+    padded = Packed(
+        token_ids=np.append(plain.token_ids, extra).astype(np.int32),
+        trainable=np.append(plain.trainable, extra).astype(bool),
+        logprobs=np.append(plain.logprobs, extra).astype(np.float32),
+        advantages=np.append(plain.advantages, extra).astype(np.float32),
+        temperatures=np.append(plain.temperatures, extra).astype(np.float32),
+        lengths=np.append(plain.lengths, 5).astype(np.int32),
+    )
+    empty = Packed(*(getattr(plain, name)[:0] for name in Packed.__dataclass_fields__ if name != "streams"))
+    of, other = trainer(model_dir, LOSSES[0]), trainer(model_dir, LOSSES[0])
+    assert of.step([padded, empty]) == other.step([plain])

@@ -120,6 +120,8 @@ def check(micro_batches: Sequence[MicroBatch]) -> int:
 def blocks(micro_batch: MicroBatch) -> Iterator[Block]:
     """The sequences of `micro_batch` that train anything, longest first, in blocks of similar lengths."""
     lengths = micro_batch.lengths
+    if not len(lengths):
+        return
     starts = np.cumsum(lengths) - lengths
     trains = np.add.reduceat(micro_batch.trainable.astype(np.int64), starts) > 0
     order = [int(s) for s in np.argsort(-lengths, kind="stable") if trains[s]]
@@ -166,7 +168,7 @@ def _floats(values: NDArray[Any]) -> torch.Tensor:
 
 def _check_shapes(number: int, micro_batch: MicroBatch) -> None:
     total = int(micro_batch.lengths.sum())
-    if not len(micro_batch.lengths) or int(micro_batch.lengths.min()) < 1:
+    if len(micro_batch.lengths) and int(micro_batch.lengths.min()) < 1:
         raise TrainerError(
             f"micro-batch {number} holds an empty sequence: lengths {micro_batch.lengths.tolist()[:8]}"
         )

@@ -38,7 +38,7 @@ def test_no_problem_is_in_both_splits(module) -> None:
         for split in SPLITS
     )
     assert not train & held_out
-    assert len(held_out) > 100
+    assert len(held_out) > 50
 
 
 def test_an_eighth_of_all_problems_is_held_out() -> None:

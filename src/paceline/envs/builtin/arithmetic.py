@@ -9,7 +9,7 @@ import msgspec
 
 from paceline.envs.builtin.draws import Draws, Split, split_of
 
-LARGEST = 30
+LARGEST = 20
 """Largest operand. Differences are never negative."""
 
 FORMAT_CREDIT = 0.1
