@@ -67,6 +67,14 @@ class EvalPlan:
                 due.append(Due(env, version, points, f"engines hold v{version}, due: {names}"))
         return tuple(due)
 
+    def end_at(self, version: Version) -> None:
+        """The run ends with this version, earlier than planned: it is the last point now."""
+        self._last = version
+        for table in self._envs.values():
+            passed_without = version % table.every != 0 or (version == 0 and not table.at_start)
+            if table.at_end and table.opened == version and passed_without:
+                table.opened = version - 1
+
     def complete(self, env: EnvName, version: Version) -> None:
         """An eval was measured in full; a run resumed from here does not measure it again."""
         table = self._envs[env]

@@ -6,7 +6,7 @@ look at advantages. Both work on whole rollouts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -114,28 +114,6 @@ def has_signal(samples: Sequence[Sample], threshold: float) -> bool:
         elif abs(np.float32(advantage)) > limit:
             return True
     return False
-
-
-def detection_rates(
-    rollouts: Iterable[tuple[str, Sequence[str]]], filters: Sequence[str]
-) -> Mapping[str, Mapping[str, float]]:
-    """For each filter, the share of rollouts it flagged: of each environment's own, and of `all`.
-
-    `rollouts` are (environment, flags), flagged or not. An environment without a detection has 0.0, not nothing.
-    """
-    seen: dict[str, int] = {"all": 0}
-    flagged: dict[str, dict[str, int]] = {name: {} for name in filters}
-    for env, flags in rollouts:
-        seen["all"] += 1
-        seen[env] = seen.get(env, 0) + 1
-        for name in set(flags):
-            counts = flagged.setdefault(name, {})
-            counts["all"] = counts.get("all", 0) + 1
-            counts[env] = counts.get(env, 0) + 1
-    return {
-        name: {env: counts.get(env, 0) / total for env, total in seen.items() if total}
-        for name, counts in flagged.items()
-    }
 
 
 def _longest_run(equal: NDArray[np.bool_]) -> int:

@@ -40,6 +40,7 @@ _FURTHEST: tuple[Fate, ...] = (
     "truncated",
     "void",
     "failed",
+    "stale",
     "cancelled",
 )
 """A dead group is named after the member that came furthest."""
@@ -152,7 +153,8 @@ def _ending(rollout: Rollout) -> _Member:
     ending, reward = rollout.outcome.ending, rollout.reward
     if ending == "failed" or ending == "cancelled":
         outcome = rollout.outcome
-        return _Member(rollout, ending, f"{outcome.cause}: {outcome.detail}".strip(": "))
+        fate: Fate = "stale" if (ending, outcome.cause) == ("cancelled", "stale") else ending
+        return _Member(rollout, fate, f"{outcome.cause}: {outcome.detail}".strip(": "))
     if reward is None:
         if ending == "truncated":
             return _Member(rollout, "truncated", f"{rollout.outcome.cause}: truncated and not scored")

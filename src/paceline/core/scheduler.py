@@ -18,11 +18,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from paceline.core.accounting import Account, StreamAccount
+from paceline.core.accounting import Account
 from paceline.core.admission import Admission
 from paceline.core.batching import BatchList, DeadStreak
 from paceline.core.curriculum import Curriculum
-from paceline.core.evaluation import EvalLedger, EvalPlan
+from paceline.core.evaluation import EvalEpoch, EvalPlan
 from paceline.core.fleet import LOAD_ATTEMPTS, EngineState, Fleet
 from paceline.core.flights import Flight, Flights
 from paceline.core.groups import GroupLedger, OpenGroup
@@ -61,20 +61,22 @@ class Core:
         )
         self.list = BatchList(rollouts=setup.target_rollouts, tokens=setup.target_tokens)
         self.dead = DeadStreak(setup.dead_group_limit)
-        self.plan = EvalPlan(setup.evals)
-        self.evals = EvalLedger()
+        self.plan = EvalPlan(setup.evals, last=setup.max_steps)
         self.cut = 0
         """Batches cut so far: the step being collected is the next one."""
         self.warnings: list[str] = []
         """Set by `restore`: what of the checkpoint did not fit."""
         self._admission = admission
         self._specs = {spec.name: spec for spec in setup.train}
+        self._eval_sections = {section.label: section for section in setup.evals}
         self._on_stale = {spec.name: spec.on_stale for spec in setup.train}
         self._rates = {s.name: StartRate(s.tasks_per_minute) for s in setup.train if s.tasks_per_minute}
         self._launchable: dict[EnvName, deque[OpenGroup]] = {spec.name: deque() for spec in setup.train}
         self._owing = 0
         """Train groups in `_launchable`."""
         self._eval_queue: deque[OpenGroup] = deque()
+        self._epochs: dict[GroupId, EvalEpoch] = {}
+        """Open eval groups, and the measurement each belongs to."""
         self._processing: dict[GroupId, OpenGroup] = {}
         """Train groups that have closed and are being processed."""
         self._next_group = 0
@@ -227,10 +229,7 @@ class Core:
         group = self.groups[rollout.id.group]
         if rollout.task.split == "eval":
             flight.account.move("in_flight", "eval", flight.sampled)
-            self.evals.ended(rollout)
-            if self.groups.settle(rollout) is not None:
-                self._forget(group.id)
-            self._report_evals(rollout.task.env)
+            self._settle_eval(self.groups.settle(rollout))
             return True
         if self._may_retry(rollout):
             flight.account.move("in_flight", "failed", flight.sampled)
@@ -267,7 +266,7 @@ class Core:
             raise InvariantError(f"group {result.group}: no verdict on {sorted(map(str, tokens))}")
         self.pacing.taken -= group.places - listed
         self._forget(result.group)
-        self.dead.observe(result, event.error)
+        self.dead.add(result, event.error)
         return True
 
     def _batch_shipped(self, event: on.BatchShipped) -> bool:
@@ -298,7 +297,6 @@ class Core:
         if self._stopping is None:
             self._stopping = event.why
             self._drain(event.why, "shutdown")
-            self.plan.stop()
             for flight in self.flights.all():
                 self._cancel(flight, "shutdown", event.why)
             for group in list(self._eval_queue):
@@ -467,8 +465,7 @@ class Core:
         retries = list(group.retries)
         given_up, closed = self.groups.give_up_unlaunched(group.id)
         if group.task.split == "eval":
-            if closed is not None:
-                self._forget(group.id)
+            self._settle_eval(closed)
             return
         group.places -= given_up
         self.pacing.taken -= given_up
@@ -574,16 +571,26 @@ class Core:
         """Evals that are due now that every usable engine holds `held`."""
         if self._stopping is not None or not any(e.usable for e in self.fleet.engines()):
             return
-        last = self._draining is not None and self.fleet.held >= self.cut
-        for spec in self.plan.due(self.fleet.held, last=last):
-            self.evals.open(spec, self.fleet.held)
-            for index in range(spec.examples):
-                self._eval_queue.append(self._new_group(TaskRef(spec.name, "eval", index), spec.k))
+        for due in self.plan.held(self.fleet.held):
+            section = self._eval_sections[due.env]
+            epoch = EvalEpoch(
+                due.env, due.version, examples=self.setup.examples[due.env], k=section.k
+            )
+            while epoch.undrawn:
+                group = self._new_group(TaskRef(due.env, "eval", epoch.draw()), section.k)
+                self._epochs[group.id] = epoch
+                self._eval_queue.append(group)
 
-    def _report_evals(self, env: EnvName) -> None:
-        report = self.evals.complete(env)
-        if report is not None:
-            self._out.append(report)
+    def _settle_eval(self, closed: ClosedGroup | None) -> None:
+        if closed is None:
+            return
+        self._forget(closed.id)
+        epoch = self._epochs.pop(closed.id)
+        epoch.settle(closed)
+        # A measurement that a shutdown cut short says nothing; a resumed run makes it again.
+        if epoch.complete and self._stopping is None:
+            self.plan.complete(epoch.env, epoch.version)
+            self._out.append(epoch.report())
 
     # ── the end ──
 
@@ -603,6 +610,7 @@ class Core:
         elif self.setup.short_last and len(self.list):
             return
         self._drain("every source is exhausted", "surplus")
+        self.plan.end_at(self.cut)
         self._open_due_evals()
 
     def _save(self, why: str) -> None:
@@ -614,7 +622,7 @@ class Core:
             return
         if len(self.flights) or self._processing or self._unacknowledged or self._eval_queue:
             return
-        if self._stopping is None and (self.fleet.held < self.cut or self.evals.open_epochs):
+        if self._stopping is None and (self.fleet.held < self.cut or self._epochs):
             return
         if self._saved != self.cut:
             self._save("the run ends")
@@ -641,7 +649,6 @@ class Core:
             "curriculum": self.curriculum.snapshot(unfinished),
             "list": self.list.snapshot(),
             "plan": self.plan.snapshot(),
-            "dead": self.dead.snapshot(),
             "account": self.account.snapshot(),
         }
 
@@ -657,6 +664,5 @@ class Core:
         self.warnings = self.curriculum.restore(state["curriculum"])
         self.list.restore(state["list"])
         self.plan.restore(state["plan"])
-        self.dead.restore(state["dead"])
         self.account.restore(state["account"])
         self.pacing.taken = len(self.list)

@@ -28,24 +28,15 @@ class TrainSpec(msgspec.Struct, frozen=True):
         return self.source.env
 
 
-class EvalSpec(msgspec.Struct, frozen=True):
-    """One held-out measurement."""
-
-    name: EnvName
-    examples: int
-    k: int
-    every: int
-    at_start: bool
-    at_end: bool
-
-
 class CoreSetup(msgspec.Struct, frozen=True):
     """All of it."""
 
     seed: int
     max_steps: int
     train: tuple[TrainSpec, ...]
-    evals: tuple[EvalSpec, ...]
+    evals: tuple[EvalSection, ...]
+    examples: dict[EnvName, int]
+    """Tasks of each eval: no more than there are."""
     lag: int
     max_staleness: int
     eval_share: float
@@ -65,12 +56,6 @@ def train_spec(section: EnvSection, size: int | None, fingerprint: str) -> Train
     )
 
 
-def eval_spec(section: EvalSection, size: int | None) -> EvalSpec:
-    """No more examples than there are tasks."""
-    examples = section.examples if size is None else min(section.examples, size)
-    return EvalSpec(section.label, examples, section.k, section.every, section.at_start, section.at_end)
-
-
 def core_setup(
     config: RunConfig, sizes: Mapping[tuple[str, EnvName], int | None], fingerprints: Mapping[EnvName, str]
 ) -> CoreSetup:
@@ -81,7 +66,8 @@ def core_setup(
         train=tuple(
             train_spec(e, sizes["train", e.label], fingerprints.get(e.label, "")) for e in config.env
         ),
-        evals=tuple(eval_spec(e, sizes["eval", e.label]) for e in config.eval),
+        evals=config.eval,
+        examples={e.label: min(e.examples, sizes["eval", e.label] or e.examples) for e in config.eval},
         lag=config.scheduling.lag,
         max_staleness=config.scheduling.max_staleness,
         eval_share=config.admission.eval_share,

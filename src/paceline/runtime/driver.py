@@ -12,7 +12,6 @@ Events are drained by a plain callback, not by a task that is switched to: a com
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from time import perf_counter
 from typing import Any, Protocol
@@ -23,9 +22,10 @@ from paceline.domain import commands as do
 from paceline.domain import events as on
 from paceline.domain.commands import Command
 from paceline.domain.events import Event
-from paceline.domain.ids import EngineId, RolloutId
+from paceline.domain.ids import EngineId
 from paceline.errors import InvariantError, PacelineError, TrainerError
 from paceline.ports import BatchSink, Engine, Journal, PolicySource
+from paceline.runtime.inbox import Gates, Inbox
 from paceline.runtime.offload import Offload
 from paceline.runtime.processor import GroupProcessor
 from paceline.runtime.runner import RolloutRunner
@@ -66,12 +66,15 @@ class ComponentFailed(PacelineError):
 
 
 class Driver:
-    """Runs one core against the world until it finishes. Implements `TurnGate` for the rollout runner."""
+    """Runs one core against the world until it finishes."""
 
     def __init__(
         self,
         core: Core,
         *,
+        inbox: Inbox,
+        gates: Gates,
+        runner: RolloutRunner,
         engines: Mapping[EngineId, Engine],
         processor: GroupProcessor,
         sink: BatchSink,
@@ -98,18 +101,17 @@ class Driver:
         self._step_limit_s = step_limit_s
         self._loop = asyncio.get_running_loop()
         self.clock = clock or self._loop.time
-        self._inbox: deque[Event] = deque()
-        self._scheduled = False
-        self._gates: dict[RolloutId, asyncio.Future[do.GrantTurn]] = {}
+        self._inbox = inbox
+        self._gates = gates
+        self._runner = runner
         self._ships: asyncio.Queue[do.ShipBatch] = asyncio.Queue()
         self._finish: asyncio.Future[do.FinishRun] = self._loop.create_future()
-        self._runner: RolloutRunner | None = None
         self._background: list[tuple[str, Callable[[], Coroutine[Any, Any, None]]]] = []
-        self._tasks: asyncio.TaskGroup | None = None
+        self._tasks = asyncio.TaskGroup()
         self._shipped_at: dict[int, float] = {}
         self._perform: dict[type, Callable[[Any], None]] = {
             do.StartRollout: self._start_rollout,
-            do.GrantTurn: self._grant_turn,
+            do.GrantTurn: gates.open,
             do.CancelRollout: self._cancel_rollout,
             do.ProcessGroup: self._process_group,
             do.UpdateWeights: self._update_weights,
@@ -124,10 +126,6 @@ class Driver:
 
     # ── the run ──
 
-    def attach(self, runner: RolloutRunner) -> None:
-        """The runner that carries out `StartRollout`; it was built with this driver as its gate."""
-        self._runner = runner
-
     def beside(self, name: str, coroutine: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run something for as long as the run lasts; if it fails, the run fails and names it."""
         self._background.append((name, coroutine))
@@ -136,33 +134,25 @@ class Driver:
         """Run to the end. Raises what ended the run when that was an error, the first of several."""
         background: list[asyncio.Task[None]] = []
         try:
-            async with asyncio.TaskGroup() as tasks:
-                self._tasks = tasks
+            async with self._tasks as tasks:
                 for name, make in (
                     ("batch shipper", self._ship_batches),
                     ("policy watcher", self._watch_policy),
                     *self._background,
                 ):
                     background.append(tasks.create_task(_named(name, make()), name=name))
-                self.post(opened)
+                self._inbox.post(opened)
                 for event in joined:
-                    self.post(event)
+                    self._inbox.post(event)
+                self._inbox.on_event(self._drain)
                 finish = await self._finish
                 for task in background:
                     task.cancel()
         except BaseExceptionGroup as group:
             raise _first_cause(group) from group
         finally:
-            self._tasks = None
             await self._journal.flush()
         return finish
-
-    def post(self, event: Event) -> None:
-        """Report something that happened. Handled in order, soon, on this loop."""
-        self._inbox.append(event)
-        if not self._scheduled:
-            self._scheduled = True
-            self._loop.call_soon(self._drain)
 
     def fail(self, error: BaseException) -> None:
         """End the run with this cause."""
@@ -170,12 +160,12 @@ class Driver:
             self._finish.set_exception(error)
 
     def _drain(self) -> None:
-        self._scheduled = False
-        inbox, core, perform = self._inbox, self.core, self._perform
+        self._inbox.woken()
+        events, core, perform = self._inbox.events, self.core, self._perform
         until = perf_counter() + _SLICE_S
         try:
-            while inbox:
-                event = inbox.popleft()
+            while events:
+                event = events.popleft()
                 at = self.clock()
                 commands = core.handle(event, at)
                 self._journal.append(at, event, commands)
@@ -183,54 +173,29 @@ class Driver:
                     fold.apply(at, event, commands)
                 for command in commands:
                     perform[type(command)](command)
-                if perf_counter() > until and inbox:
-                    self._scheduled = True
-                    self._loop.call_soon(self._drain)
+                if perf_counter() > until and events:
+                    self._inbox.reschedule()
                     return
         except Exception as error:
             # The core refused an event, or a command could not be carried out: nobody can go on from here.
-            self._inbox.clear()
+            events.clear()
             self.fail(error)
-
-    # ── the turn gate ──
-
-    def request(self, event: on.TurnRequested) -> asyncio.Future[do.GrantTurn]:
-        """A rollout asks for a model call; the future is set when it may go ahead."""
-        future: asyncio.Future[do.GrantTurn] = self._loop.create_future()
-        self._gates[event.rollout] = future
-        self.post(event)
-        return future
-
-    def report(self, event: on.SegmentEnded) -> None:
-        """The model call that was granted has ended."""
-        self.post(event)
-
-    def _grant_turn(self, command: do.GrantTurn) -> None:
-        future = self._gates.pop(command.rollout, None)
-        if future is not None and not future.done():
-            future.set_result(command)
-            return
-        # The rollout ended at the gate (deadline, cancel) while its request was in the inbox. Its `RolloutEnded` may
-        # be queued already, and must find the call answered: hence the front of the queue.
-        self._inbox.appendleft(on.SegmentEnded(command.rollout, command.engine, (), "abort"))
 
     # ── commands ──
 
     def _start_rollout(self, command: do.StartRollout) -> None:
-        assert self._tasks is not None and self._runner is not None
-        self._tasks.create_task(self._roll_out(self._runner, command))
+        self._tasks.create_task(self._roll_out(command))
 
-    async def _roll_out(self, runner: RolloutRunner, command: do.StartRollout) -> None:
-        rollout = await runner.run(command)
-        self._gates.pop(command.rollout, None)
-        self.post(on.RolloutEnded(rollout))
+    async def _roll_out(self, command: do.StartRollout) -> None:
+        rollout = await self._runner.run(command)
+        self._gates.forget(command.rollout)
+        self._inbox.post(on.RolloutEnded(rollout))
 
     def _cancel_rollout(self, command: do.CancelRollout) -> None:
-        if self._runner is not None:
-            self._runner.cancel(command.rollout, command.cause)
+        self._runner.cancel(command.rollout, command.cause)
 
     def _process_group(self, command: do.ProcessGroup) -> None:
-        self._spawn(self._processor.process(command.group), self.post)
+        self._spawn(self._processor.process(command.group))
 
     def _update_weights(self, command: do.UpdateWeights) -> None:
         async def update() -> on.WeightsLoaded:
@@ -242,7 +207,7 @@ class Driver:
                 error = str(failure)
             return on.WeightsLoaded(command.engine, command.version, self.clock() - began, error)
 
-        self._spawn(update(), self.post)
+        self._spawn(update())
 
     def _save_checkpoint(self, command: do.SaveCheckpoint) -> None:
         async def save() -> on.CheckpointSaved:
@@ -251,21 +216,20 @@ class Driver:
             await self._offload.run(self._checkpoints.save, command.step, command.state)
             return on.CheckpointSaved(command.step, self.clock() - began)
 
-        self._spawn(save(), self.post)
+        self._spawn(save())
 
     def _set_alarm(self, command: do.WakeAt) -> None:
         delay = max(0.0, command.at - self.clock())
-        self._loop.call_later(delay, self.post, on.TimerFired())
+        self._loop.call_later(delay, self._inbox.post, on.TimerFired())
 
     def _finish_run(self, command: do.FinishRun) -> None:
         if not self._finish.done():
             self._finish.set_result(command)
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, Event], then: Callable[[Event], None]) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, Event]) -> None:
         async def answer() -> None:
-            then(await coroutine)
+            self._inbox.post(await coroutine)
 
-        assert self._tasks is not None
         self._tasks.create_task(answer())
 
     # ── what runs beside ──
@@ -286,16 +250,16 @@ class Driver:
             packed_at = self.clock()
             size = await self._sink.ship(packed)
             self._expect_acknowledgement(batch.step)
-            self.post(on.BatchShipped(batch.step, size, packed_at - began, self.clock() - packed_at))
+            self._inbox.post(on.BatchShipped(batch.step, size, packed_at - began, self.clock() - packed_at))
 
     async def _watch_policy(self) -> None:
         while True:
             published = await self._policy.next()
             if published.trained_step is not None:
                 self._shipped_at.pop(published.trained_step, None)
-                self.post(on.StepTrained(published.trained_step, published.metrics))
+                self._inbox.post(on.StepTrained(published.trained_step, published.metrics))
             if published.version is not None:
-                self.post(on.PolicyPublished(published.version, published.path))
+                self._inbox.post(on.PolicyPublished(published.version, published.path))
 
     def _expect_acknowledgement(self, step: int) -> None:
         if self._step_limit_s == float("inf"):

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from paceline.core.advantages import Algorithm, ServiceRequest
-from paceline.core.processing import GroupRules, process_group, service_requests
+from paceline.core.processing import GroupRules, broken_group, process_group, service_requests
 from paceline.domain.events import GroupProcessed
-from paceline.domain.group import ClosedGroup, GroupResult, Verdict
+from paceline.domain.group import ClosedGroup
 from paceline.domain.ids import EnvName
 from paceline.ports import Services
 from paceline.runtime.offload import Offload
@@ -52,7 +52,7 @@ class GroupProcessor:
             # The user's algorithm or service may raise anything. The group then trains nothing; the dead-group
             # limit ends a run in which that is all that happens, with this text.
             text = f"{type(error).__name__}: {error}"
-            return GroupProcessed(_failed(group, text), time.perf_counter() - began, text)
+            return GroupProcessed(broken_group(group, text), time.perf_counter() - began, text)
         return GroupProcessed(result, time.perf_counter() - began)
 
     async def _fetch(self, requests: tuple[ServiceRequest, ...]) -> tuple[Any, ...]:
@@ -63,16 +63,3 @@ class GroupProcessor:
                 return await self._services.call(request.service, request.payload)
 
         return tuple(await asyncio.gather(*map(one, requests)))
-
-
-def _failed(group: ClosedGroup, why: str) -> GroupResult:
-    """Nothing of the group trains: its scored members failed for the reason given, the others as they did."""
-    verdicts = []
-    for rollout in group.rollouts:
-        ending = rollout.outcome.ending
-        if ending == "cancelled":
-            fate = "stale" if rollout.outcome.cause == "stale" else "cancelled"
-            verdicts.append(Verdict(rollout.id, fate, rollout.outcome.detail))  # type: ignore[arg-type]
-        else:
-            verdicts.append(Verdict(rollout.id, "failed", rollout.outcome.detail or why))
-    return GroupResult(group.id, tuple(verdicts), dead="failed")
