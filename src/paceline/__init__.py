@@ -2,4 +2,25 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.transport.reader import publish_weights, read_batches
+
 __version__ = "0.1.0"
+
+__all__ = ["__version__", "publish_weights", "read_batches"]
+
+_HOME = {
+    "publish_weights": "paceline.transport.reader",
+    "read_batches": "paceline.transport.reader",
+}
+"""Public names are imported when they are first asked for: a trainer pays for the reader alone."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOME[name]), name)

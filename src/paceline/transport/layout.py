@@ -63,15 +63,11 @@ def _numbers(folder: Path, pattern: re.Pattern[str]) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
-def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> int:
-    """Write a file and flush it to disk; returns its bytes. Not atomic by itself."""
-    total = 0
+def write_file(path: Path, chunks: Iterable[bytes | bytearray | memoryview]) -> None:
+    """Write a file piece by piece. Neither flushed nor atomic: `commit_directory` and `replace_file` are."""
     with open(path, "wb") as file:
         for chunk in chunks:
-            total += file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-    return total
+            file.write(chunk)
 
 
 def replace_file(path: Path, data: bytes) -> None:
@@ -80,6 +76,7 @@ def replace_file(path: Path, data: bytes) -> None:
     temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
     try:
         write_file(temporary, [data])
+        flush_entry(temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
