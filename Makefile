@@ -1,0 +1,53 @@
+# Everything a newcomer needs: `make demo` and `make test`. Plain Python 3.11 with pip is enough.
+
+PYTHON ?= python3.11
+ifeq (,$(shell command -v $(PYTHON) 2>/dev/null))
+PYTHON := python3
+endif
+VENV ?= .venv
+BIN := $(VENV)/bin
+TORCH ?= torch==2.13.0
+JOBS ?= 2
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup demo test test-fast check format bench docs report clean
+
+help:  ## this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# Torch first, and only if it is missing: a torch that is already there is used as it is. TORCH= chooses another
+# build, for example `make setup TORCH="torch --index-url https://download.pytorch.org/whl/cpu"`.
+$(VENV)/.ready: pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --disable-pip-version-check -q $(TORCH)
+	$(BIN)/pip install --disable-pip-version-check -q -e '.[train,dev]'
+	@touch $@
+
+setup: $(VENV)/.ready  ## make the virtual environment
+
+demo: setup  ## train the small policy on this machine's CPU, and watch the reward rise
+	$(BIN)/paceline run examples/reverse-text/run.toml $(ARGS)
+
+test: setup  ## all tests
+	$(BIN)/pytest -n $(JOBS) $(ARGS)
+
+test-fast: setup  ## the tests that need no model
+	$(BIN)/pytest -n $(JOBS) -m "not torch and not demo and not browser" $(ARGS)
+
+check: setup  ## format, lint, types
+	$(BIN)/ruff format --check src tests bench tools
+	$(BIN)/ruff check src tests bench tools
+	$(BIN)/mypy
+
+format: setup  ## format and mend what can be mended
+	$(BIN)/ruff format src tests bench tools
+	$(BIN)/ruff check --fix src tests bench tools
+
+bench: setup  ## all benchmarks, or one: make bench ONLY=wire
+	$(BIN)/python -m bench $(if $(ONLY),--only $(ONLY))
+
+docs: setup  ## write the generated reference
+	$(BIN)/paceline config reference > docs/reference/config.md
+
+clean:  ## remove what was made here, runs excepted
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
