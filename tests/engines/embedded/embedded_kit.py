@@ -12,7 +12,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from paceline.engines.embedded.engine import Engine, EngineConfig
+from paceline.engines.embedded.engine import Engine
+from paceline.engines.embedded.options import EngineOptions
 from paceline.engines.embedded.sampling import SamplingParams
 from paceline.engines.embedded.scheduler import Request
 
@@ -91,7 +92,7 @@ class Driver:
     """An engine stepped by hand, with what has finished."""
 
     def __init__(self, model: Path, **settings: Any) -> None:
-        self.engine = Engine(EngineConfig(model=model, **settings))
+        self.engine = Engine(EngineOptions(model=model, **settings))
         self.done: dict[str, Request] = {}
 
     def add(self, id: str, prompt: Sequence[int], salt: str | None = None, **params: Any) -> Request:

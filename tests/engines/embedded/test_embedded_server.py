@@ -16,12 +16,15 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp.test_utils import TestClient, TestServer
 
 pytest.importorskip("torch", reason="needs the train extra")
 from embedded_kit import VOCAB, plain_logprobs, prompt_of
 from test_embedded_engine import spoil
 
 from paceline.engines.embedded import EngineOptions, EngineProcess
+from paceline.engines.embedded.engine import Engine
+from paceline.engines.embedded.server import Server
 from paceline.errors import EngineError
 
 pytestmark = pytest.mark.torch
@@ -363,23 +366,36 @@ async def test_more_requests_than_places_all_get_their_answer(client: Client) ->
 # ---- the process
 
 
-def test_without_a_token_it_serves_loopback_only(model_of: ModelMaker) -> None:
-    with pytest.raises(EngineError, match="ended with code 2"):
-        EngineProcess.start(EngineOptions(model=model_of(), host="0.0.0.0"), stderr=subprocess.DEVNULL)
-
-
 async def test_with_a_token_every_request_but_a_health_check_needs_it(model_of: ModelMaker) -> None:
-    options = EngineOptions(model=model_of(), served_model_name="mine")
-    engine = await asyncio.to_thread(EngineProcess.start, options, env={"PACELINE_ENGINE_TOKEN": "secret"})
+    options = EngineOptions(model=model_of(), host="0.0.0.0", token="secret")
+    assert "secret" not in options.arguments()
+    engine = await asyncio.to_thread(EngineProcess.start, options)
     try:
         async with aiohttp.ClientSession(engine.url) as session:
             async with session.get("/health") as reply:
                 assert reply.status == 200
-            for headers, status in (({}, 401), ({"Authorization": "Bearer secret"}, 200)):
+            for headers, status in (
+                ({}, 401),
+                ({"Authorization": "Bearer sécret"}, 401),
+                ({"Authorization": "Bearer secret"}, 200),
+            ):
                 async with session.get("/v1/models", headers=headers) as reply:
                     assert reply.status == status
     finally:
         assert await asyncio.to_thread(engine.stop) == 0
+
+
+async def test_an_engine_that_fails_answers_what_was_in_flight_and_is_no_longer_healthy(
+    model_of: ModelMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(EngineOptions(model=model_of()))
+    monkeypatch.setattr(engine.decoder, "forward", lambda *_: 1 / 0)
+    async with TestClient(TestServer(Server(engine).app())) as client:
+        async with client.post("/v1/completions", json={"prompt": [5]}) as reply:
+            assert reply.status == 500
+            assert "ZeroDivisionError" in (await reply.json())["error"]["message"]
+        async with client.get("/health") as reply:
+            assert reply.status == 503
 
 
 def test_a_model_it_cannot_run_ends_the_start_with_the_reason(tmp_path: Path) -> None:
@@ -399,7 +415,12 @@ sys.stdin.read()
 
 def test_the_engine_ends_when_the_process_that_started_it_is_killed(model_of: ModelMaker) -> None:
     """No pipe helps here: the engine's stdin is this test's, so only the kernel can tell it."""
-    command = EngineOptions(model=model_of()).command()
+    command = [
+        sys.executable,
+        "-m",
+        "paceline.engines.embedded",
+        *EngineOptions(model=model_of()).arguments(),
+    ]
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

@@ -5,6 +5,7 @@ engine.url   # answers vLLM's routes: /v1/completions, /inference/v1/generate, /
 engine.stop()
 """
 
-from paceline.engines.embedded.process import EngineOptions, EngineProcess
+from paceline.engines.embedded.options import EngineOptions
+from paceline.engines.embedded.process import EngineProcess
 
 __all__ = ["EngineOptions", "EngineProcess"]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Literal
@@ -20,6 +19,7 @@ import torch
 from tokenizers import Tokenizer
 
 from paceline.engines.embedded.model import AttentionGroup, Batch, Decoder, ModelSpec, eos_ids
+from paceline.engines.embedded.options import EngineOptions
 from paceline.engines.embedded.sampling import SamplingParams, sample, splitmix64, uniforms
 from paceline.engines.embedded.scheduler import FinishReason, Request, Scheduler
 from paceline.errors import ConfigError, InvariantError
@@ -28,52 +28,39 @@ PauseMode = Literal["abort", "wait", "keep"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    model: Path
-    kv_tokens: int = 65536
-    """Capacity of the KV cache, in tokens."""
-    block_size: int = 16
-    max_num_seqs: int = 64
-    max_batched_tokens: int = 512
-    """Most tokens computed in one step; longer prompts are prefilled in chunks."""
-    max_model_len: int | None = None
-    """Longest prompt plus output; None for what model and cache allow."""
-    dtype: str = "float32"
-    seed: int = 0
-    """Of requests that bring none."""
-    weight_version: str = "default"
-
-
 class Engine:
     """Idle when constructed. ConfigError if model, cache and context do not fit together."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.config, self._dtype = config, DTYPES[config.dtype]
-        spec, self.num_blocks = ModelSpec.read(config.model), config.kv_tokens // config.block_size
-        capacity = self.num_blocks * config.block_size
-        self.max_len = config.max_model_len or min(spec.max_positions, capacity)
+    def __init__(self, options: EngineOptions) -> None:
+        model, self.block_size, self._dtype = Path(options.model), options.block_size, DTYPES[options.dtype]
+        self.options, spec, self.num_blocks = (
+            options,
+            ModelSpec.read(model),
+            options.kv_tokens // self.block_size,
+        )
+        capacity = self.num_blocks * self.block_size
+        self.max_len = options.max_model_len or min(spec.max_positions, capacity)
         if not 2 <= self.max_len <= min(spec.max_positions, capacity):
             raise ConfigError(
-                f"max_model_len {self.max_len} must be at least 2 and fit the model's {spec.max_positions} positions and "
-                f"the KV cache's {capacity} tokens: lower it, or raise kv_tokens"
+                f"max_model_len {self.max_len} must be at least 2 and fit the model's {spec.max_positions} positions "
+                f"and the KV cache's {capacity} tokens: lower it, or raise kv_tokens"
             )
-        self.decoder = Decoder(config.model, self._dtype, self.max_len)
+        self.decoder = Decoder(model, self._dtype, self.max_len)
         self.scheduler = Scheduler(
-            self.num_blocks, config.block_size, config.max_num_seqs, config.max_batched_tokens, self.max_len
+            self.num_blocks, self.block_size, options.max_num_seqs, options.max_batched_tokens, self.max_len
         )
-        shape = (2, spec.kv_heads, self.num_blocks + 1, config.block_size, spec.head_dim)
+        shape = (2, spec.kv_heads, self.num_blocks + 1, self.block_size, spec.head_dim)
         self._cache = [torch.zeros(shape, dtype=self._dtype) for _layer in range(spec.layers)]
         planes = np.arange(2 * spec.kv_heads) * (self.num_blocks + 1)
-        self._block_planes, self._slot_planes = planes.reshape(-1, 1, 1), planes * config.block_size
-        self._eos, tokenizer = eos_ids(config.model), config.model / "tokenizer.json"
+        self._block_planes, self._slot_planes = planes.reshape(-1, 1, 1), planes * self.block_size
+        self._eos, tokenizer = eos_ids(model), model / "tokenizer.json"
         self.tokenizer: Tokenizer | None = Tokenizer.from_file(str(tokenizer)) if tokenizer.exists() else None
         self.paused: PauseMode | None = None
         self.held: deque[Request] = deque()
         """Arrived while paused; they wait for `resume`."""
         self._keeps_kv = False
         self._on_idle: list[Callable[[], None]] = []
-        self._labels, self._arrivals = [config.weight_version], 0
+        self._labels, self._arrivals = [options.weight_version], 0
 
     # ---- requests
 
@@ -99,7 +86,7 @@ class Engine:
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and the model directory has no tokenizer.json")
         self._arrivals += 1
-        own = self.config.seed * 2**32 + self._arrivals
+        own = self.options.seed * 2**32 + self._arrivals
         return Request(
             id=id,
             ids=list(prompt),
@@ -224,7 +211,7 @@ class Engine:
             self._sample(ready, logits)
 
     def _batch(self, planned: list[tuple[Request, int]]) -> Batch:
-        size, table = self.config.block_size, self.scheduler.table
+        size, table = self.block_size, self.scheduler.table
         positions, rows_of, groups, last, offset = [], [], list[AttentionGroup](), list[int](), 0
         for _length, members in groupby(planned, key=_group_of):
             pairs = list(members)

@@ -1,4 +1,4 @@
-"""A dense decoder (Llama, Mistral, Qwen2, Qwen3) over a paged KV cache, from a Hugging Face directory.
+"""A dense decoder (Llama, Qwen2, Qwen3) over a paged KV cache, from a Hugging Face directory.
 
 One forward pass takes a flat run of tokens of many sequences. Everything but attention is one matrix
 product over all of them; attention gathers each sequence's blocks and runs once per group of sequences
@@ -52,28 +52,23 @@ class ModelSpec:
         """From `config.json`; ConfigError for a model this engine would compute wrongly."""
         config = read_json(directory / "config.json")
         kind = config.get("model_type")
-        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-        layer_kinds = set(config.get("layer_types") or ["full_attention"])
-        sliding = config.get("use_sliding_window", kind == "mistral") and config.get("sliding_window")
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        rotated = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+        attention = {"full_attention", *(config.get("layer_types") or ())}
         refusals = {
-            f"model_type {kind!r}; it runs llama, mistral, qwen2, qwen3": kind
-            not in ("llama", "mistral", "qwen2", "qwen3"),
-            f"rope type {rope.get('rope_type', rope.get('type'))!r}": rope.get(
-                "rope_type", rope.get("type", "default")
-            )
-            != "default",
-            "partial_rotary_factor": rope.get(
-                "partial_rotary_factor", config.get("partial_rotary_factor", 1.0)
-            )
-            != 1.0,
-            "sliding-window attention": bool(sliding) or layer_kinds != {"full_attention"},
+            f"model_type {kind!r}: it runs llama, qwen2 and qwen3": kind not in ("llama", "qwen2", "qwen3"),
+            f"rope type {rope_type!r}": rope_type != "default",
+            f"partial_rotary_factor {rotated}": rotated != 1.0,
+            "sliding-window attention": attention != {"full_attention"}
+            or bool(config.get("use_sliding_window")),
             f"hidden_act {config.get('hidden_act')!r}": config.get("hidden_act", "silu") != "silu",
             "quantized weights": bool(config.get("quantization_config")),
         }
         for what, refused in refusals.items():
             if refused:
                 raise ConfigError(
-                    f"{directory}: the embedded engine does not support {what}; use vLLM or SGLang"
+                    f"{directory}: the embedded engine does not support {what}. Use vLLM or SGLang"
                 )
         try:
             heads, bias = int(config["num_attention_heads"]), bool(config.get("attention_bias", False))

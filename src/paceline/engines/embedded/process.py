@@ -8,35 +8,11 @@ import select
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import IO, Any, cast
 
+from paceline.engines.embedded.options import TOKEN_VARIABLE, EngineOptions
 from paceline.errors import EngineError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """The engine's command line; None leaves an option to the engine's default."""
-
-    model: str | Path
-    host: str = "127.0.0.1"
-    port: int = 0
-    """0 takes a free one."""
-    kv_tokens: int | None = None
-    block_size: int | None = None
-    max_num_seqs: int | None = None
-    max_batched_tokens: int | None = None
-    max_model_len: int | None = None
-    dtype: str | None = None
-    seed: int | None = None
-    served_model_name: str | None = None
-    weight_version: str | None = None
-
-    def command(self) -> list[str]:
-        options = [(f.name.replace("_", "-"), getattr(self, f.name)) for f in fields(self)]
-        given = [text for name, value in options if value is not None for text in (f"--{name}", str(value))]
-        return [sys.executable, "-m", "paceline.engines.embedded", *given]
 
 
 @dataclass(slots=True)
@@ -50,31 +26,21 @@ class EngineProcess:
     _popen: subprocess.Popen[bytes]
 
     @classmethod
-    def start(
-        cls,
-        options: EngineOptions,
-        *,
-        env: dict[str, str] | None = None,
-        stderr: Any = None,
-        timeout_s: float = 120.0,
-    ) -> EngineProcess:
+    def start(cls, options: EngineOptions, *, stderr: Any = None, timeout_s: float = 120.0) -> EngineProcess:
         """Blocks until the engine serves (seconds: torch is imported). EngineError if it ends or hangs instead.
 
-        `stderr` as in subprocess: None shares ours. The token of a non-loopback host goes in `env`.
+        `stderr` as in subprocess: None shares ours.
         """
         popen = subprocess.Popen(
-            [*options.command(), "--exit-with-stdin"],
+            [sys.executable, "-m", "paceline.engines.embedded", *options.arguments(), "--exit-with-stdin"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
-            env={**os.environ, **(env or {}), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **({TOKEN_VARIABLE: options.token} if options.token else {})},
             bufsize=0,
         )
-        line, deadline = b"", time.monotonic() + timeout_s
+        line, stdout, deadline = b"", cast(IO[bytes], popen.stdout), time.monotonic() + timeout_s
         try:
-            stdout = popen.stdout
-            if stdout is None:
-                raise EngineError("the engine's stdout is not a pipe")
             while not line.endswith(b"\n"):
                 left = deadline - time.monotonic()
                 if left <= 0 or not select.select([stdout], [], [], left)[0]:

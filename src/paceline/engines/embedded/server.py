@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import logging
 import queue
 import signal
 import threading
@@ -25,14 +24,14 @@ import msgspec
 import torch
 from aiohttp import web
 
-from paceline.engines.embedded.engine import Engine, EngineConfig, PauseMode
+from paceline.engines.embedded.engine import Engine, PauseMode
 from paceline.engines.embedded.model import Decoder
+from paceline.engines.embedded.options import EngineOptions
 from paceline.engines.embedded.sampling import SamplingParams
 from paceline.engines.embedded.scheduler import Request
 from paceline.errors import ConfigError, InvariantError, WireError
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 * 2**20
 
 
@@ -124,8 +123,10 @@ class EngineThread:
 
 
 class Server:
-    def __init__(self, engine: Engine, model_name: str, token: str | None) -> None:
-        self.engine, self.model_name, self._token = engine, model_name, token
+    """Routes. Needs a running event loop when constructed, for the engine thread answers through it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.model_name = engine, engine.options.served_model_name
         self.thread = EngineThread(engine)
         self._live: set[str] = set()
         self._staged: Decoder | None = None
@@ -147,6 +148,7 @@ class Server:
         get("/weight_info", self.weight_info)
         post("/collective_rpc", self.collective_rpc)
         post("/update_weight_version", self.update_weight_version)
+        post("/init_weight_transfer_engine", self.init_weight_transfer_engine)
         post("/start_weight_update", self.start_weight_update)
         post("/update_weights", self.update_weights)
         post("/finish_weight_update", self.finish_weight_update)
@@ -156,11 +158,11 @@ class Server:
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "")
+        token, given = self.engine.options.token, request.headers.get("Authorization", "")
         if (
-            self._token
+            token
             and request.path != "/health"
-            and not hmac.compare_digest(given, f"Bearer {self._token}")
+            and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode())
         ):
             return _error(401, "a Bearer token is needed")
         try:
@@ -276,7 +278,7 @@ class Server:
 
     async def models(self, _http: web.Request) -> web.Response:
         card = {"id": self.model_name, "object": "model", "max_model_len": self.engine.max_len}
-        return _json({"object": "list", "data": [{**card, "root": str(self.engine.config.model)}]})
+        return _json({"object": "list", "data": [{**card, "root": str(self.engine.options.model)}]})
 
     async def weight_info(self, _http: web.Request) -> web.Response:
         return _json({"weight_version": self.engine.weight_version})
@@ -296,7 +298,7 @@ class Server:
             ("counter", "paceline:recomputed_tokens_total", counters.recomputed_tokens),
             ("counter", "paceline:engine_steps_total", counters.steps),
         ]
-        size = engine.config.block_size
+        size = engine.block_size
         info = f'kv_cache_size_tokens="{engine.num_blocks * size}",num_gpu_blocks="{engine.num_blocks}",block_size="{size}"'
         lines = [f"# TYPE {name} {kind}\n{name}{label} {value}\n" for kind, name, value in values]
         lines.append(f"# TYPE vllm:cache_config_info gauge\nvllm:cache_config_info{{{info}}} 1\n")
@@ -360,6 +362,11 @@ class Server:
         await self.thread.call(lambda: self.engine.relabel(version))
         return _json({"success": True, "weight_version": version})
 
+    async def init_weight_transfer_engine(self, http: web.Request) -> web.Response:
+        """Nothing to set up here: weights come from a directory. vLLM needs the call, so clients make it."""
+        await http.read()
+        return _json({"message": "weight transfer initialized"})
+
     async def start_weight_update(self, http: web.Request) -> web.Response:
         await http.read()
         self._updating, self._staged = True, None
@@ -416,35 +423,35 @@ def _error(status: int, message: str) -> web.Response:
     return _json({"error": {"message": message, "type": "invalid_request_error", "code": status}}, status)
 
 
-async def serve(config: EngineConfig, host: str, port: int, model_name: str, token: str | None) -> None:
-    """Serve until SIGTERM or SIGINT. InvariantError if the engine itself fails; it is then of no more use."""
+async def serve(options: EngineOptions) -> None:
+    """Serve until SIGTERM or SIGINT; says on stdout, in one line of JSON, when it can.
+
+    InvariantError if the engine itself fails. It is of no use then, and neither is this process.
+    """
     torch.set_num_threads(1)
-    engine = Engine(config)
-    server, stop, loop = Server(engine, model_name, token), asyncio.Event(), asyncio.get_running_loop()
+    engine = Engine(options)
+    server, stop, loop = Server(engine), asyncio.Event(), asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
     # handler_cancellation: a client that hangs up must free its place.
     runner = web.AppRunner(server.app(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
-    site = web.TCPSite(runner, host, port)
-    await site.start()
-    bound = runner.addresses[0][1]
+    await web.TCPSite(runner, options.host, options.port).start()
+    host = f"[{options.host}]" if ":" in options.host else options.host
     ready = {
         "event": "ready",
-        "url": f"http://{f'[{host}]' if ':' in host else host}:{bound}",
-        "model": model_name,
+        "url": f"http://{host}:{runner.addresses[0][1]}",
+        "model": options.served_model_name,
         "weight_version": engine.weight_version,
         "max_model_len": engine.max_len,
-        "kv_cache_size_tokens": engine.num_blocks * config.block_size,
-        "block_size": config.block_size,
-        "max_num_seqs": config.max_num_seqs,
+        "kv_cache_size_tokens": engine.num_blocks * engine.block_size,
+        "block_size": engine.block_size,
+        "max_num_seqs": options.max_num_seqs,
     }
     print(json.dumps(ready), flush=True)
     ends: list[asyncio.Future[Any]] = [asyncio.ensure_future(stop.wait()), server.thread.failed]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     await runner.cleanup()
     if server.thread.failed.done():
-        raise InvariantError(
-            "the engine failed while it computed a step"
-        ) from server.thread.failed.exception()
+        raise InvariantError("the engine failed in a step") from server.thread.failed.exception()
     server.thread.stop()

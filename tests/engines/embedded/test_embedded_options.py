@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.engines.embedded import EngineOptions
+from paceline.errors import ConfigError
+
+
+def test_the_command_line_gives_back_the_options_it_was_made_from() -> None:
+    options = EngineOptions(model="m", port=1, kv_tokens=64, max_model_len=60, dtype="bfloat16", seed=-3)
+    assert EngineOptions(**vars(EngineOptions.parser().parse_args(options.arguments()))) == options
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "gpu-node-7"])
+def test_beyond_loopback_a_token_is_needed(host: str) -> None:
+    with pytest.raises(ConfigError, match="set PACELINE_ENGINE_TOKEN"):
+        EngineOptions(model="m", host=host)
+    EngineOptions(model="m", host=host, token="secret")
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "::1"])
+def test_on_loopback_no_token_is_needed(host: str) -> None:
+    EngineOptions(model="m", host=host)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"kv_tokens": 0}, {"block_size": -1}, {"max_num_seqs": 0}, {"max_model_len": 0}, {"dtype": "int8"}],
+)
+def test_a_value_that_cannot_work_is_refused_by_name(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        EngineOptions(model="m", **wrong)
