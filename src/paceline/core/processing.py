@@ -45,6 +45,8 @@ _FURTHEST: tuple[Fate, ...] = (
 )
 """A dead group is named after the member that came furthest."""
 
+_STREAM_DTYPES = ("float32", "int32", "uint8")
+
 
 class GroupRules(msgspec.Struct, frozen=True, kw_only=True):
     """What holds for the groups of one environment."""
@@ -329,6 +331,10 @@ def _shaped(
                 raise AlgorithmError(
                     f"{algorithm}: stream {name!r} has {len(array)} entries for {sample.tokens} tokens of "
                     f"{sample.rollout}"
+                )
+            if array.dtype.name not in _STREAM_DTYPES:
+                raise AlgorithmError(
+                    f"{algorithm}: stream {name!r} is {array.dtype}, not one of {', '.join(_STREAM_DTYPES)}"
                 )
             array.setflags(write=False)
         shaped.append(list(arrays))
