@@ -46,6 +46,7 @@ class ChildProcess:
         self,
         name: str,
         process: asyncio.subprocess.Process,
+        pipes: _Pipes,
         log: BinaryIO,
         log_path: Path,
         error: type[PacelineError],
@@ -54,7 +55,8 @@ class ChildProcess:
         self.name, self.log_path = name, log_path
         self.ready: dict[str, Any] = {}
         """The ready line, where there was one."""
-        self._process, self._log, self._error, self._may_finish = process, log, error, may_finish
+        self._process, self._pipes, self._log = process, pipes, log
+        self._error, self._may_finish = error, may_finish
         self._closing = False
         self._said: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._pump = asyncio.create_task(self._copy_output(), name=f"{name}: output")
@@ -83,20 +85,23 @@ class ChildProcess:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         log = log_path.open("ab", buffering=0)
         quiet = {key: str(threads) if key.endswith("_THREADS") else value for key, value in _QUIET.items()}
+        pipes = _Pipes()
         try:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", parent.__file__, *argv),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
+                stdin=pipes.child_stdin,
+                stdout=pipes.child_stdout,
                 stderr=log,
                 env={**os.environ, **quiet, **(env or {})},
                 start_new_session=True,
-                limit=_LINE_LIMIT,
             )
         except BaseException:
+            pipes.close()
             log.close()
             raise
-        child = cls(name, process, log, log_path, error, may_finish)
+        finally:
+            pipes.close_child_ends()
+        child = cls(name, process, pipes, log, log_path, error, may_finish)
         try:
             await child._until_ready(ready, start_s)
         except BaseException:
@@ -162,9 +167,7 @@ class ChildProcess:
 
     async def _copy_output(self) -> None:
         """Standard output into the log, and the ready line out of it."""
-        stdout = self._process.stdout
-        if stdout is None:
-            return
+        stdout = await self._pipes.reader()
         while True:
             try:
                 line = await stdout.readline()
@@ -187,8 +190,7 @@ class ChildProcess:
         self._signal(signal.SIGKILL)
         await asyncio.wait((self._pump,), timeout=2.0)
         self._pump.cancel()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        self._pipes.close()
         self._log.close()
 
     def _signal(self, number: signal.Signals) -> None:
@@ -209,6 +211,44 @@ class ChildProcess:
         return (
             f"the last lines of {self.log_path}:\n{said}" if lines else f"it said nothing ({self.log_path})"
         )
+
+
+class _Pipes:
+    """Standard input and output of a process, held by us.
+
+    asyncio's own pipes make its `wait` wait for their other ends too, which grandchildren and the keeper hold.
+    """
+
+    def __init__(self) -> None:
+        self.child_stdin, self._lifeline = os.pipe()
+        self._stdout, self.child_stdout = os.pipe()
+        self._open = {self.child_stdin, self._lifeline, self._stdout, self.child_stdout}
+        self._transport: asyncio.ReadTransport | None = None
+
+    async def reader(self) -> asyncio.StreamReader:
+        """What the process writes."""
+        loop = asyncio.get_running_loop()
+        stream = asyncio.StreamReader(limit=_LINE_LIMIT, loop=loop)
+        self._open.discard(self._stdout)
+        self._transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(stream, loop=loop), os.fdopen(self._stdout, "rb", 0)
+        )
+        return stream
+
+    def close_child_ends(self) -> None:
+        """Once the process has them: else its end would never be seen."""
+        self._close(self.child_stdin, self.child_stdout)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+        self._close(*self._open)
+
+    def _close(self, *ends: int) -> None:
+        for end in ends:
+            if end in self._open:
+                self._open.discard(end)
+                os.close(end)
 
 
 def last_lines(path: Path, lines: int = _TAIL_LINES) -> list[str]:
