@@ -242,7 +242,8 @@ def test_an_algorithm_that_asks_gets_its_answers_in_order() -> None:
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        (Advantages(np.zeros(3)), "shape"),
+        (Advantages(np.zeros(3)), "3 members"),
+        (Advantages(np.zeros((2, 1))), "shape"),
         (Advantages(np.array([0.0, np.nan])), "nan"),
         (Advantages(((np.zeros(3, np.float32),),)), "1 members"),
         (Advantages(((np.zeros(3, np.float32),), ())), "0 samples"),

@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
+from paceline.core.plain import from_plain, to_plain
 from paceline.core.staleness import oldest_allowed, staleness, trained_by
 from paceline.domain.batch import Batch
 from paceline.domain.group import GroupResult, Verdict
@@ -158,7 +158,7 @@ class BatchList:
                 "rollout": str(entry.rollout),
                 "env": entry.env,
                 "swept": entry.rollout not in self._by_version.get(entry.oldest_version, {}),
-                "samples": [_plain(sample) for sample in entry.samples],
+                "samples": [to_plain(sample) for sample in entry.samples],
             }
             for entry in self._live.values()
         ]
@@ -171,7 +171,7 @@ class BatchList:
             )
         for row in data:
             rollout = parse_rollout_id(row["rollout"])
-            samples = tuple(_sample(rollout, row["env"], sample) for sample in row["samples"])
+            samples = tuple(from_plain(rollout, row["env"], sample) for sample in row["samples"])
             self._put(_queued(rollout, row["env"], samples), indexed=not row["swept"])
 
     def _put(self, entry: Queued, *, indexed: bool = True) -> None:
@@ -270,48 +270,3 @@ def _masked_sample(sample: Sample, oldest: Version) -> Sample:
         advantage=advantage,
         versions=tuple([run for run in sample.versions if run[0] >= oldest]),
     )
-
-
-_PLAIN = ("task_index", "ending", "reward", "temperature", "cut_tokens")
-
-
-def _plain(sample: Sample) -> dict[str, Any]:
-    advantage = sample.advantage
-    return {
-        **{name: getattr(sample, name) for name in _PLAIN},
-        "token_ids": _bytes(sample.token_ids),
-        "trainable": _bytes(sample.trainable),
-        "logprobs": _bytes(sample.logprobs),
-        "versions": [list(run) for run in sample.versions],
-        "advantage": _bytes(advantage) if isinstance(advantage, np.ndarray) else advantage,
-        "streams": {name: _bytes(stream) for name, stream in sample.streams.items()},
-    }
-
-
-def _sample(rollout: RolloutId, env: EnvName, data: dict[str, Any]) -> Sample:
-    advantage = data["advantage"]
-    return Sample(
-        rollout=rollout,
-        env=env,
-        **{name: data[name] for name in _PLAIN},
-        token_ids=_array(data["token_ids"]),
-        trainable=_array(data["trainable"]),
-        logprobs=_array(data["logprobs"]),
-        versions=tuple([(version, count) for version, count in data["versions"]]),
-        advantage=advantage if isinstance(advantage, float | int) else _array(advantage),
-        streams={name: _array(stream) for name, stream in data["streams"].items()},
-    )
-
-
-def _bytes(array: NDArray[Any]) -> list[Any]:
-    return [
-        array.dtype.newbyteorder("<").str,
-        list(array.shape),
-        array.astype(array.dtype.newbyteorder("<")).tobytes(),
-    ]
-
-
-def _array(data: list[Any]) -> NDArray[Any]:
-    """Read-only, since the bytes are."""
-    dtype, shape, raw = data
-    return np.frombuffer(raw, np.dtype(dtype)).reshape(shape)

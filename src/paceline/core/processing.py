@@ -15,23 +15,17 @@ from typing import Any, Literal, Self
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from paceline.config.batch import BatchSection
 from paceline.config.environment import EnvSection
 from paceline.config.filters import FiltersSection, PreFilter
-from paceline.core.advantages.base import (
-    Advantages,
-    Algorithm,
-    AlgorithmError,
-    GroupView,
-    ServiceRequest,
-)
+from paceline.core.advantages.answers import attach
+from paceline.core.advantages.base import Advantages, Algorithm, GroupView, ServiceRequest
 from paceline.core.filters import detect, has_signal
 from paceline.core.samples import Built, RecordRefused, build_samples
 from paceline.domain.group import ClosedGroup, Fate, GroupResult, Verdict
 from paceline.domain.rollout import Rollout
-from paceline.domain.sample import Sample, Stream
+from paceline.domain.sample import Sample
 
 _FURTHEST: tuple[Fate, ...] = (
     "zero_signal",
@@ -44,8 +38,6 @@ _FURTHEST: tuple[Fate, ...] = (
     "cancelled",
 )
 """A dead group is named after the member that came furthest."""
-
-_STREAM_DTYPES = ("float32", "int32", "uint8")
 
 
 class GroupRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -246,99 +238,18 @@ def _judged(
     members: Sequence[_Member], view: GroupView, answer: Advantages, rules: GroupRules, algorithm: str
 ) -> tuple[Verdict, ...]:
     """Verdicts once the algorithm has answered."""
-    scalars = _scalars(view, answer, algorithm)
-    streams = {name: _shaped(view, name, per, algorithm) for name, per in answer.streams.items()}
+    answers = iter(attach(view, answer, algorithm))
     verdicts: list[Verdict] = []
-    at = -1
     for member in members:
         if not _in_view(member):
             verdicts.append(_verdict(member))
             continue
-        at += 1
-        if scalars is not None:
-            advantage = scalars[at]
-            samples = tuple(
-                [msgspec.structs.replace(sample, advantage=advantage) for sample in view.samples[at]]
-            )
-        else:
-            samples, advantage = _per_token(view, at, answer.values[at], algorithm)
-        if streams:
-            samples = tuple(
-                msgspec.structs.replace(sample, streams={name: per[at][i] for name, per in streams.items()})
-                for i, sample in enumerate(samples)
-            )
+        samples, advantage = next(answers)
         if samples and rules.zero_advantage and not has_signal(samples, rules.zero_advantage_threshold):
             member.fate, samples = "zero_signal", ()
             member.reason = f"no advantage beyond {rules.zero_advantage_threshold:g}"
         verdicts.append(_verdict(member, samples, advantage))
     return tuple(verdicts)
-
-
-def _scalars(view: GroupView, answer: Advantages, algorithm: str) -> list[float] | None:
-    """One advantage a member, or None when they come per token."""
-    values = answer.values
-    if not isinstance(values, np.ndarray):
-        if len(values) != len(view):
-            raise AlgorithmError(f"{algorithm}: advantages for {len(values)} members, of {len(view)}")
-        return None
-    if values.shape != (len(view),):
-        raise AlgorithmError(f"{algorithm}: advantages of shape {values.shape}, for {len(view)} members")
-    scalars: list[float] = values.tolist()
-    for i, value in enumerate(scalars):
-        if not math.isfinite(value):
-            raise AlgorithmError(f"{algorithm}: the advantage of {view.rollouts[i].id} is {value}")
-    return scalars
-
-
-def _per_token(
-    view: GroupView, at: int, given: Sequence[NDArray[np.float32]], algorithm: str
-) -> tuple[tuple[Sample, ...], float]:
-    """The samples of one member with their advantages, 0 where nothing trains, and the mean of those that do."""
-    samples = view.samples[at]
-    if len(given) != len(samples):
-        raise AlgorithmError(
-            f"{algorithm}: advantages for {len(given)} samples of {view.rollouts[at].id}, which has {len(samples)}"
-        )
-    total, count, done = 0.0, 0, []
-    for sample, values in zip(samples, given, strict=True):
-        if values.shape != (sample.tokens,):
-            raise AlgorithmError(
-                f"{algorithm}: advantages of shape {values.shape} for {sample.tokens} tokens of {sample.rollout}"
-            )
-        masked = np.where(sample.trainable, values, 0.0).astype(np.float32)
-        if not np.isfinite(masked).all():
-            place = int(np.isfinite(masked).argmin())
-            raise AlgorithmError(
-                f"{algorithm}: the advantage of token {place} of {sample.rollout} is {values[place]}"
-            )
-        masked.setflags(write=False)
-        total += float(masked.sum(dtype=np.float64))
-        count += sample.trainable_tokens
-        done.append(msgspec.structs.replace(sample, advantage=masked))
-    return tuple(done), total / count if count else 0.0
-
-
-def _shaped(
-    view: GroupView, name: str, given: Sequence[Sequence[Stream]], algorithm: str
-) -> list[list[Stream]]:
-    """A named stream, checked against the samples it is for, and read-only."""
-    if [len(per) for per in given] != [len(samples) for samples in view.samples]:
-        raise AlgorithmError(f"{algorithm}: stream {name!r} is not shaped like the samples it was asked for")
-    shaped: list[list[Stream]] = []
-    for samples, arrays in zip(view.samples, given, strict=True):
-        for sample, array in zip(samples, arrays, strict=True):
-            if len(array) != sample.tokens:
-                raise AlgorithmError(
-                    f"{algorithm}: stream {name!r} has {len(array)} entries for {sample.tokens} tokens of "
-                    f"{sample.rollout}"
-                )
-            if array.dtype.name not in _STREAM_DTYPES:
-                raise AlgorithmError(
-                    f"{algorithm}: stream {name!r} is {array.dtype}, not one of {', '.join(_STREAM_DTYPES)}"
-                )
-            array.setflags(write=False)
-        shaped.append(list(arrays))
-    return shaped
 
 
 def _dead(verdicts: Sequence[Verdict]) -> str | None:
