@@ -1,0 +1,406 @@
+"""What an environment is: tasks, and one async method that carries out a rollout.
+
+    class Echo(Environment):
+        def tasks(self, split):
+            return ListTasks([{"say": "a"}, {"say": "b"}])
+
+        async def rollout(self, task, model, ctx):
+            reply = await model.chat(f"Say {task.data['say']}")
+            return Result(reward=float(reply.text == task.data["say"]))
+
+`SingleTurnEnv` and `MultiTurnEnv` write the `rollout` of the two common shapes. An environment object serves all
+rollouts of its kind at once: keep what belongs to one rollout in local variables or in `ctx.state`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.domain.ids import RolloutId
+from paceline.domain.rollout import Finish, Limit
+from paceline.domain.task import Split, Task
+from paceline.errors import EnvError
+
+ChatMessage: TypeAlias = Mapping[str, Any]
+"""`{"role": ..., "content": ...}`, and whatever else the chat template reads."""
+
+Says: TypeAlias = str | ChatMessage | Sequence[ChatMessage]
+"""Something said to the model: a text is one user message."""
+
+State = TypeVar("State")
+T = TypeVar("T")
+
+
+class InfrastructureError(EnvError):
+    """What the environment stands on failed (a sandbox, a service): trying again may help.
+
+    Raised by environments. OSError, ConnectionError and TimeoutError are taken the same way.
+    """
+
+
+class ScoringError(EnvError):
+    """The reward could not be determined; the rollout is unscored, and neither votes nor trains."""
+
+
+class RolloutTruncated(EnvError):
+    """A model call was refused, or cut short, because a budget of the rollout is used up.
+
+    Raised by `model`. Let it pass: `on_truncated` is then asked for the reward. An environment that catches it may
+    return a `Result` itself; the rollout counts as truncated all the same.
+    """
+
+    def __init__(self, limit: Limit, text: str) -> None:
+        super().__init__(text)
+        self.limit: Limit = limit
+
+
+class Result(msgspec.Struct, frozen=True):
+    """How a rollout went, by the environment's judgement."""
+
+    reward: float | None
+    """None: not scored; the rollout then neither votes nor trains."""
+    rewards: dict[str, float] = {}
+    """Named parts of the reward."""
+    metrics: dict[str, float] = {}
+    """Named numbers that do not move the reward."""
+    truncated: Limit | None = None
+    """A limit of the environment's own that cut the rollout short; those of the run need not be told."""
+    info: dict[str, Any] = {}
+    """Small JSON-like facts for people."""
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """What the model said."""
+
+    text: str
+    """Without the end token and without a stop string. Unfinished characters appear as U+FFFD."""
+    finish: Finish
+    """`stop`, or `length` when a token limit cut it; `abort` only for the last reply of an interrupted rollout."""
+    token_ids: NDArray[np.int32]
+    """Exactly as sampled, end token included."""
+    logprobs: NDArray[np.float32]
+
+    @property
+    def tokens(self) -> int:
+        return len(self.token_ids)
+
+
+class Model(Protocol):
+    """The policy, as a rollout sees it. One call at a time."""
+
+    @property
+    def last(self) -> Reply | None:
+        """The latest reply, an interrupted one included; None before the first."""
+        ...
+
+    async def chat(
+        self, *says: Says, tools: Sequence[Mapping[str, Any]] | None = None, max_tokens: int | None = None
+    ) -> Reply:
+        """Say something more and get the model's answer. Earlier messages and answers are remembered.
+
+        `tools` stays as it was when None. `max_tokens` lowers the run's limit for this call. Raises
+        RolloutTruncated when a budget is used up and EngineError when the engine failed; let both pass.
+        """
+        ...
+
+    async def complete(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        max_tokens: int | None = None,
+    ) -> Reply:
+        """Answer a conversation given whole. Goes on in the same sample if it begins with what was said so far,
+        else in a new one. Raises as `chat` does."""
+        ...
+
+    async def generate(
+        self, token_ids: Sequence[int] | NDArray[np.int32], *, max_tokens: int | None = None
+    ) -> Reply:
+        """Continue exactly these ids. Goes on in the same sample if they begin with the ids so far. A later `chat`
+        begins a new conversation. Raises as `chat` does."""
+        ...
+
+
+class Context:
+    """What else a rollout has: its randomness, its clock, and a place for its state."""
+
+    __slots__ = ("_clock", "_group_rng", "_noise_seed", "_rng", "deadline", "group_seed", "rollout", "state")
+
+    def __init__(
+        self,
+        rollout: RolloutId,
+        *,
+        group_seed: int,
+        noise_seed: int,
+        deadline: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.rollout = rollout
+        self.group_seed = group_seed
+        """The same for every member of the group: draw initial states from it."""
+        self.deadline = deadline
+        """When the rollout is cut, in seconds of the run's clock."""
+        self.state: Any = None
+        """The environment's own; `on_truncated` finds it here."""
+        self._noise_seed = noise_seed
+        self._clock = clock
+        self._rng: np.random.Generator | None = None
+        self._group_rng: np.random.Generator | None = None
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """This member's own random numbers; the same again in a retry."""
+        if self._rng is None:
+            self._rng = _generator(self._noise_seed, 1)
+        return self._rng
+
+    @property
+    def group_rng(self) -> np.random.Generator:
+        """Random numbers that every member of the group draws alike."""
+        if self._group_rng is None:
+            self._group_rng = _generator(self.group_seed, 2)
+        return self._group_rng
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the deadline."""
+        return self.deadline - self._clock()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        """Run a blocking function without holding up other rollouts.
+
+        A thread cannot be interrupted: if the rollout is cancelled, the function runs on and its result is lost.
+        """
+        return await asyncio.get_running_loop().run_in_executor(None, function, *args)
+
+
+class TaskSource(Protocol):
+    """Tasks by position."""
+
+    @property
+    def size(self) -> int | None:
+        """How many there are; None for endless."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the tasks do, so that a resumed run does not take others for the ones it knew."""
+        ...
+
+    def get(self, index: int) -> Any:
+        """The data of task `index`: the same each time."""
+        ...
+
+
+class ListTasks:
+    """Tasks that are all there."""
+
+    def __init__(self, tasks: Sequence[Any], fingerprint: str | None = None) -> None:
+        """Without `fingerprint`, it is a hash over the tasks, which must then be JSON-like."""
+        self._tasks = tasks
+        self._fingerprint = fingerprint
+
+    @property
+    def size(self) -> int:
+        return len(self._tasks)
+
+    @property
+    def fingerprint(self) -> str:
+        if self._fingerprint is None:
+            digest = hashlib.blake2b(digest_size=8)
+            for task in self._tasks:
+                digest.update(msgspec.json.encode(task))
+            self._fingerprint = digest.hexdigest()
+        return self._fingerprint
+
+    def get(self, index: int) -> Any:
+        return self._tasks[index]
+
+
+class EndlessTasks:
+    """Tasks that are made when they are asked for."""
+
+    size: None = None
+
+    def __init__(self, make: Callable[[int], Any], fingerprint: str) -> None:
+        """`make(index)` returns the same data each time; `fingerprint` names the stream (its seed, its rules)."""
+        self._make = make
+        self.fingerprint = fingerprint
+
+    def get(self, index: int) -> Any:
+        return self._make(index)
+
+
+class Environment:
+    """Base of all environments. Its constructor's arguments are the config's `args`."""
+
+    all_or_nothing: ClassVar[bool] = False
+    """True when a reward means something only beside those of the whole group: a group with a member that has no
+    score then does not train."""
+
+    def tasks(self, split: Split) -> TaskSource:
+        """The tasks of a split."""
+        raise NotImplementedError(f"{type(self).__name__} must define tasks(split)")
+
+    async def rollout(self, task: Task, model: Model, ctx: Context) -> Result:
+        """Carry out one rollout.
+
+        Raise InfrastructureError for what may go better the next time; any other exception is a failure of the
+        environment. When the rollout is cancelled or its deadline passes, the pending `await` raises
+        CancelledError: clean up in `finally`, and let it pass.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define rollout(task, model, ctx)")
+
+    async def on_truncated(self, task: Task, model: Model, ctx: Context, limit: Limit) -> Result | None:
+        """Judge a rollout that a limit cut short, within `score_s` seconds; None leaves it unscored.
+
+        `ctx.state` is as `rollout` left it, and `model.last` what the model said last.
+        """
+        return None
+
+    async def close(self) -> None:
+        """Release what the environment holds. Called once, after its last rollout."""
+
+
+class SingleTurnEnv(Environment):
+    """One question, one answer, one score."""
+
+    system_prompt: str | None = None
+    blocking: ClassVar[bool] = False
+    """True when `score` blocks (it calls a compiler, say): it then runs in a thread."""
+
+    def prompt(self, data: Any) -> Says:
+        """What is asked: a text, or messages."""
+        raise NotImplementedError(f"{type(self).__name__} must define prompt(data)")
+
+    def score(self, data: Any, text: str) -> Any:
+        """The reward of an answer, or a whole `Result`; may be async. An exception leaves the rollout unscored."""
+        raise NotImplementedError(f"{type(self).__name__} must define score(data, text)")
+
+    async def rollout(self, task: Task, model: Model, ctx: Context) -> Result:
+        reply = await model.chat(*_opening(self.system_prompt, self.prompt(task.data)))
+        return await self._scored(task, reply.text, ctx)
+
+    async def on_truncated(self, task: Task, model: Model, ctx: Context, limit: Limit) -> Result | None:
+        """Scores what there is of the answer."""
+        return None if model.last is None else await self._scored(task, model.last.text, ctx)
+
+    async def _scored(self, task: Task, text: str, ctx: Context) -> Result:
+        try:
+            scored = await _called(self.blocking, ctx, self.score, task.data, text)
+        except Exception as error:
+            raise ScoringError(f"score() raised {type(error).__name__}: {error}") from error
+        return scored if isinstance(scored, Result) else Result(reward=scored)
+
+
+class Observation(msgspec.Struct, frozen=True):
+    """What the world answers to something the model said."""
+
+    says: Says = ()
+    """Said to the model next; not used when `done`."""
+    done: bool = False
+    reward: float = 0.0
+    """Added to the rollout's reward."""
+    state: Any = msgspec.UNSET
+    """The state from here on; left out, it is the same object as before."""
+    metrics: dict[str, float] = {}
+
+
+class MultiTurnEnv(Environment, Generic[State]):
+    """A conversation between the model and a state. The reward is the sum over the steps."""
+
+    system_prompt: str | None = None
+    blocking: ClassVar[bool] = False
+    """True when `start` and `step` block: they then run in a thread."""
+
+    def start(self, data: Any, ctx: Context) -> Any:
+        """`(state, what is said first)`; may be async. Chance goes by `ctx.group_rng`, so that members start alike."""
+        raise NotImplementedError(f"{type(self).__name__} must define start(data, ctx)")
+
+    def step(self, state: State, text: str) -> Any:
+        """The `Observation` that follows from what the model said; may be async."""
+        raise NotImplementedError(f"{type(self).__name__} must define step(state, text)")
+
+    async def between(self, state: State, ctx: Context) -> None:
+        """Awaited before each model call but the first: a place for waiting on tools."""
+
+    async def rollout(self, task: Task, model: Model, ctx: Context) -> Result:
+        state, says = await _called(self.blocking, ctx, self.start, task.data, ctx)
+        episode = ctx.state = _Episode(state)
+        reply = await model.chat(*_opening(self.system_prompt, says))
+        while True:
+            seen = await _called(self.blocking, ctx, self.step, episode.state, reply.text)
+            episode.take(seen)
+            if seen.done:
+                return episode.result()
+            await self.between(episode.state, ctx)
+            reply = await model.chat(seen.says)
+
+    async def on_truncated(self, task: Task, model: Model, ctx: Context, limit: Limit) -> Result | None:
+        """The rewards of the steps that were taken; unscored if none was."""
+        episode = ctx.state
+        return episode.result() if isinstance(episode, _Episode) and episode.steps else None
+
+
+class _Episode:
+    """How far a multi-turn rollout has come."""
+
+    __slots__ = ("metrics", "reward", "state", "steps")
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+        self.reward = 0.0
+        self.steps = 0
+        self.metrics: dict[str, float] = {}
+
+    def take(self, seen: Any) -> None:
+        if not isinstance(seen, Observation):
+            raise EnvError(f"step() returned {type(seen).__name__}; expected Observation")
+        self.steps += 1
+        self.reward += seen.reward
+        self.metrics.update(seen.metrics)
+        if seen.state is not msgspec.UNSET:
+            self.state = seen.state
+
+    def result(self) -> Result:
+        return Result(reward=self.reward, metrics=self.metrics)
+
+
+def messages_of(says: Says) -> list[ChatMessage]:
+    """Messages of whatever is said. EnvError when it is nothing that can be said."""
+    if isinstance(says, str):
+        return [{"role": "user", "content": says}]
+    if isinstance(says, Mapping):
+        return [says]
+    listed = list(says)
+    if not all(isinstance(message, Mapping) for message in listed):
+        raise EnvError(f"said {listed!r} to the model; expected a text, a message or a list of messages")
+    return listed
+
+
+def _opening(system_prompt: str | None, says: Says) -> list[ChatMessage]:
+    said = messages_of(says)
+    return said if system_prompt is None else [{"role": "system", "content": system_prompt}, *said]
+
+
+async def _called(blocking: bool, ctx: Context, function: Callable[..., Any], *args: Any) -> Any:
+    if blocking and not inspect.iscoroutinefunction(function):
+        return await ctx.in_thread(function, *args)
+    result = function(*args)
+    return await result if inspect.isawaitable(result) else result
+
+
+def _generator(seed: int, purpose: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(key=(purpose << 64) | (seed & (2**64 - 1))))

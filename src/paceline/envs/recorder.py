@@ -1,0 +1,186 @@
+"""The trajectory of one rollout: exact ids, turn by turn.
+
+Ids live in one buffer a branch, which grows by doubling; the context of a model call is a read-only view of it.
+A call is prepared (`extend` or `prompt`), receives one or more segments, and is then committed as a `Turn`, or
+rolled back if it sampled nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.domain.ids import EngineId
+from paceline.domain.rollout import Finish, Turn, VersionRuns
+from paceline.errors import EnvError
+
+Ids: TypeAlias = NDArray[np.int32]
+
+_FIRST_CAPACITY = 512
+
+
+class Recorder:
+    """Turns of one rollout. One model call at a time."""
+
+    __slots__ = (
+        "_before",
+        "_buffer",
+        "_cached",
+        "_extends",
+        "_length",
+        "_logprobs",
+        "_prompt",
+        "_sampled",
+        "_versions",
+        "sampled_tokens",
+        "turns",
+    )
+
+    def __init__(self) -> None:
+        self.turns: list[Turn] = []
+        self.sampled_tokens = 0
+        """Over all turns and the call that runs."""
+        self._buffer: Ids = np.empty(_FIRST_CAPACITY, np.int32)
+        self._length = 0
+        self._before: tuple[Ids, int] = (self._buffer, 0)
+        self._prompt: Ids = _EMPTY
+        self._extends = False
+        self._sampled: list[Ids] = []
+        self._logprobs: list[NDArray[np.float32]] = []
+        self._versions: list[tuple[int, int]] = []
+        self._cached = 0
+
+    @property
+    def context_tokens(self) -> int:
+        """Ids so far on the current branch."""
+        return self._length
+
+    @property
+    def context(self) -> Ids:
+        """The ids so far on the current branch: a read-only view that later turns never change."""
+        view = self._buffer[: self._length]
+        view.flags.writeable = False
+        return view
+
+    @property
+    def call_tokens(self) -> int:
+        """Tokens the running call has sampled so far."""
+        return sum(map(len, self._sampled))
+
+    def extend(self, added: Ids) -> None:
+        """Prepare a call whose prompt is everything so far and then `added`."""
+        self._before = (self._buffer, self._length)
+        self._extends = bool(self.turns)
+        self._prompt = added
+        self._append(added)
+
+    def prompt(self, whole: Ids) -> bool:
+        """Prepare a call with this prompt; returns whether it extends the ids so far, exactly."""
+        length = self._length
+        if self.turns and len(whole) >= length and np.array_equal(whole[:length], self._buffer[:length]):
+            added = whole[length:].copy()
+            added.flags.writeable = False
+            self.extend(added)
+            return True
+        self._before = (self._buffer, length)
+        self._extends = False
+        self._prompt = whole
+        self._buffer = np.empty(max(_FIRST_CAPACITY, 2 * len(whole)), np.int32)
+        self._length = 0
+        self._append(whole)
+        return False
+
+    def segment(self, ids: Ids, logprobs: NDArray[np.float32], versions: VersionRuns, cached: int) -> None:
+        """Take in what one engine request of the running call sampled."""
+        if not self._sampled:
+            self._cached = cached
+        if not len(ids):
+            return
+        self._append(ids)
+        self._sampled.append(ids)
+        self._logprobs.append(logprobs)
+        self._versions += versions
+        self.sampled_tokens += len(ids)
+
+    def commit(
+        self,
+        finish: Finish,
+        *,
+        engine: EngineId,
+        queued_s: float,
+        started: float,
+        ended: float,
+        segments: int,
+    ) -> Turn:
+        """The running call has ended: record it as a turn."""
+        versions: VersionRuns
+        if len(self._sampled) == 1:
+            sampled, logprobs = self._sampled[0], self._logprobs[0]
+            versions = tuple(self._versions)
+        elif self._sampled:
+            sampled, logprobs = np.concatenate(self._sampled), np.concatenate(self._logprobs)
+            sampled.flags.writeable = logprobs.flags.writeable = False
+            versions = _merged(self._versions)
+        else:
+            sampled, logprobs, versions = _EMPTY, _NO_LOGPROBS, ()
+        turn = Turn(
+            self._prompt,
+            sampled,
+            logprobs,
+            versions,
+            self._extends,
+            finish,
+            engine,
+            self._cached,
+            queued_s,
+            started,
+            ended,
+            segments,
+        )
+        self.turns.append(turn)
+        self._clear()
+        return turn
+
+    def roll_back(self) -> None:
+        """The running call sampled nothing and is forgotten: as if it had not been prepared."""
+        if self._sampled:
+            raise EnvError("a model call that sampled tokens cannot be rolled back")
+        buffer, self._length = self._before
+        # A copy, since the context handed out for the forgotten call still shows what comes after.
+        self._buffer = np.empty(len(buffer), np.int32)
+        self._buffer[: self._length] = buffer[: self._length]
+        self._clear()
+
+    def _clear(self) -> None:
+        self._sampled = []
+        self._logprobs = []
+        self._versions = []
+        self._cached = 0
+        self._prompt = _EMPTY
+
+    def _append(self, ids: Ids) -> None:
+        end = self._length + len(ids)
+        if end > len(self._buffer):
+            grown = np.empty(max(2 * len(self._buffer), end), np.int32)
+            grown[: self._length] = self._buffer[: self._length]
+            self._buffer = grown  # contexts handed out before keep the old one alive, unchanged
+        self._buffer[self._length : end] = ids
+        self._length = end
+
+
+def _merged(runs: list[tuple[int, int]]) -> VersionRuns:
+    merged: list[tuple[int, int]] = []
+    for version, count in runs:
+        if merged and merged[-1][0] == version:
+            merged[-1] = (version, merged[-1][1] + count)
+        else:
+            merged.append((version, count))
+    return tuple(merged)
+
+
+_EMPTY: Ids = np.empty(0, np.int32)
+_EMPTY.flags.writeable = False
+_NO_LOGPROBS: NDArray[np.float32] = np.empty(0, np.float32)
+_NO_LOGPROBS.flags.writeable = False

@@ -1,0 +1,94 @@
+"""From a config's `id` and `args` to an environment."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Mapping
+from typing import Any, Final
+
+from paceline.config.words import nearest
+from paceline.envs.protocol import Environment
+from paceline.errors import ConfigError
+
+BUILT_IN: Final[Mapping[str, str]] = {
+    "reverse-text": "paceline.envs.builtin.environments:ReverseText",
+    "arithmetic": "paceline.envs.builtin.environments:Arithmetic",
+    "guess-number": "paceline.envs.builtin.environments:GuessNumber",
+}
+"""Environments that come with Paceline, by the name a config gives."""
+
+
+def environment_class(env_id: str) -> type[Environment]:
+    """The class of a built-in name or of `module:Class`. ConfigError names what is missing."""
+    path = BUILT_IN.get(env_id, env_id)
+    module_name, colon, class_name = path.partition(":")
+    if not colon:
+        hint = nearest(env_id, BUILT_IN)
+        raise ConfigError(
+            f"environment {env_id!r} is neither built in ({', '.join(BUILT_IN)}) nor of the form module:Class"
+            + (f"; did you mean {hint!r}?" if hint else "")
+        )
+    module = _module(env_id, module_name)
+    found = getattr(module, class_name, None)
+    if found is None:
+        classes = [n for n, v in vars(module).items() if inspect.isclass(v) and issubclass(v, Environment)]
+        hint = nearest(class_name, classes)
+        raise ConfigError(
+            f"environment {env_id!r}: module {module_name} has no {class_name!r}"
+            + (f"; did you mean {hint!r}?" if hint else "")
+        )
+    if not (inspect.isclass(found) and issubclass(found, Environment)):
+        raise ConfigError(
+            f"environment {env_id!r} is {found!r}; expected a subclass of paceline.envs.Environment"
+        )
+    return found
+
+
+def make_environment(env_id: str, args: Mapping[str, Any]) -> Environment:
+    """An environment, with the config's arguments. ConfigError names an argument that does not fit."""
+    made = environment_class(env_id)
+    problem = _misfit(made, args)
+    if problem:
+        raise ConfigError(f"environment {env_id!r}: {problem}")
+    try:
+        return made(**args)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"environment {env_id!r} refuses its args: {error}") from error
+
+
+def _module(env_id: str, name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or name
+        if name == missing or name.startswith(f"{missing}."):
+            raise ConfigError(
+                f"environment {env_id!r}: no module {name!r}; install it, or start where it lies"
+            ) from error
+        raise ConfigError(
+            f"environment {env_id!r}: importing {name} needs {missing!r}: install it"
+        ) from error
+    except Exception as error:  # whatever a user's module does while it is imported
+        raise ConfigError(
+            f"environment {env_id!r}: importing {name} failed: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _misfit(made: type[Environment], args: Mapping[str, Any]) -> str:
+    bare = made.__init__ is object.__init__  # whose signature claims to take anything
+    parameters = {} if bare else dict(inspect.signature(made).parameters)
+    named = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for name in args:
+        if name not in named and not takes_any:
+            hint = nearest(name, named)
+            known = ", ".join(named) or "none"
+            return f"no argument {name!r} (it takes: {known})" + (f"; did you mean {hint!r}?" if hint else "")
+    lacking = [n for n in named if parameters[n].default is inspect.Parameter.empty and n not in args]
+    return f"args.{lacking[0]} is required" if lacking else ""

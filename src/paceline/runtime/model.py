@@ -1,0 +1,517 @@
+"""The policy as one rollout sees it: chat in, exact ids recorded.
+
+A model call is a chain of engine requests, each of which extends exactly the ids so far. Each asks the turn gate,
+and each is reported when it ends. An engine that stops a request of its own accord (to load weights, or to park the
+rollout) hands back what it sampled, and the chain goes on from there.
+
+    chat ─▶ bridge: the ids to add ─▶ recorder: the whole context
+         ─▶ gate ─▶ engine.generate ─▶ checked, recorded, reported ─┐
+             ▲                                                       │ finish `abort`, nobody asked for it
+             └───────────────────────────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.config.environment import Limits
+from paceline.config.model import SamplingSection
+from paceline.core.samples import HIGHEST_LOGPROB, LOWEST_LOGPROB
+from paceline.core.streams import mix
+from paceline.domain.commands import GrantTurn, StartRollout
+from paceline.domain.events import SegmentEnded, TurnRequested
+from paceline.domain.ids import EngineId
+from paceline.domain.rollout import CancelCause, Finish, Limit, Message
+from paceline.envs.protocol import (
+    ChatMessage,
+    Environment,
+    Reply,
+    RolloutTruncated,
+    Says,
+    TaskSource,
+    messages_of,
+)
+from paceline.envs.recorder import Recorder
+from paceline.errors import EngineError, EnvError
+from paceline.ports import Engine, GenerateReply, GenerateRequest, SamplingParams
+from paceline.runtime.gate import TurnGate
+from paceline.tokens.bridge import Bridge, Conversation, Plan
+
+LONG_TEXT: Final = 20_000
+"""Characters from which encoding leaves the loop: about 5 ms of work, against 22 µs for the hop."""
+
+EMPTY_ABORTS: Final = 32
+"""Engine requests in a row that may be aborted without a token before the engine counts as failed: a chain that
+never gets anywhere must end."""
+
+_TOKENS: Limit | None = "tokens"
+
+Ids: TypeAlias = NDArray[np.int32]
+Where: TypeAlias = Literal["env", "gate", "engine"]
+
+
+class PromptTooLong(EnvError):
+    """The very first prompt leaves no room for an answer. The task is at fault, so it is not tried again."""
+
+
+class EnvRuntime(msgspec.Struct, frozen=True):
+    """What the rollouts of one environment have in common."""
+
+    environment: Environment
+    source: TaskSource
+    """The tasks of one split."""
+    limits: Limits
+    sampling: SamplingSection
+    bridge: Bridge
+
+
+class ModelCalls:
+    """The `Model` of one rollout: conversation, recorder and budgets."""
+
+    __slots__ = (
+        "_bridge",
+        "_busy",
+        "_clock",
+        "_conversation",
+        "_engines",
+        "_gate",
+        "_limits",
+        "_max_context",
+        "_noise_by_position",
+        "_noise_seed",
+        "_poison",
+        "_rollout",
+        "_sampling",
+        "_session",
+        "_stop_ids",
+        "cut",
+        "engine",
+        "engine_error",
+        "gate_s",
+        "last",
+        "limit",
+        "limit_text",
+        "model_s",
+        "pending",
+        "recorder",
+        "request_id",
+        "stop",
+        "where",
+    )
+
+    def __init__(
+        self,
+        command: StartRollout,
+        shared: EnvRuntime,
+        engines: Mapping[EngineId, Engine],
+        gate: TurnGate,
+        clock: Callable[[], float],
+        *,
+        noise_by_position: bool,
+    ) -> None:
+        self._rollout = command.rollout
+        self._session = f"g{command.rollout.group}"
+        self._noise_seed = command.noise_seed
+        self._limits = shared.limits
+        self._sampling = shared.sampling
+        self._bridge = shared.bridge
+        self._stop_ids = shared.bridge.tokenizer.stop_ids
+        self._engines = engines
+        self._gate = gate
+        self._clock = clock
+        self._noise_by_position = noise_by_position
+        self._max_context = _max_context(shared.limits, engines.get(command.engine))
+        self._conversation = Conversation(shared.bridge)
+        self._busy = False
+        self._poison = ""
+        self.recorder = Recorder()
+        self.last: Reply | None = None
+        self.cut: Limit | None = None
+        """The limit that cut the latest turn short; None if none did, or one that the environment set itself."""
+        self.gate_s = 0.0
+        self.model_s = 0.0
+        self.where: Where = "env"
+        """What the rollout waits for."""
+        self.pending: asyncio.Future[GrantTurn] | None = None
+        self.engine: Engine | None = None
+        self.request_id = ""
+        self.stop: CancelCause | None = None
+        """Set by the runner: the rollout is being cancelled, and the next wait ends."""
+        self.limit: Limit | None = None
+        """The limit that ended the rollout; no call is made after it."""
+        self.limit_text = ""
+        self.engine_error: str | None = None
+        """Why a model call failed; no call is made after it."""
+
+    # ── what an environment calls ──
+
+    async def chat(
+        self, *says: Says, tools: Sequence[Mapping[str, Any]] | None = None, max_tokens: int | None = None
+    ) -> Reply:
+        new = messages_of(says[0]) if len(says) == 1 else [m for said in says for m in messages_of(said)]
+        await self._enter()
+        try:
+            return await self._answer(self._conversation.plan(new, tools), max_tokens)
+        finally:
+            self._busy = False
+
+    async def complete(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        max_tokens: int | None = None,
+    ) -> Reply:
+        await self._enter()
+        try:
+            return await self._answer(self._conversation.plan_whole(messages, tools), max_tokens)
+        finally:
+            self._busy = False
+
+    async def generate(self, token_ids: Sequence[int] | Ids, *, max_tokens: int | None = None) -> Reply:
+        await self._enter()
+        try:
+            whole = np.array(token_ids, np.int32)
+            whole.flags.writeable = False
+            if whole.ndim != 1 or not len(whole):
+                raise EnvError(
+                    f"generate() was given ids of shape {whole.shape}; expected a list of at least one"
+                )
+            self._conversation = Conversation(self._bridge)
+            self.recorder.prompt(whole)
+            return await self._run(None, max_tokens)
+        finally:
+            self._busy = False
+
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation so far, for the record."""
+        return tuple([Message(str(m.get("role")), _words(m)) for m in self._conversation.messages])
+
+    # ── whether a call may be made ──
+
+    async def _enter(self) -> None:
+        """No call while another runs, and none after the rollout is over, whatever the environment caught."""
+        if self._busy:
+            raise EnvError("a model call is under way: a rollout makes one at a time")
+        if self.stop is None and self.limit is None and self.engine_error is None and not self._poison:
+            turns = self._limits.max_turns
+            if turns is None or len(self.recorder.turns) < turns:
+                self._busy = True
+                return
+            raise self.give_out("turns", f"{turns} turns (limits.max_turns)")
+        await asyncio.sleep(0)  # an environment that catches this and calls again must not hold up the loop
+        if self.stop is not None:
+            raise asyncio.CancelledError
+        if self.engine_error is not None:
+            raise EngineError(self.engine_error)
+        if self.limit is not None:
+            raise RolloutTruncated(self.limit, f"the rollout is over: {self.limit_text}")
+        raise EnvError(self._poison)
+
+    def give_out(self, limit: Limit, text: str) -> RolloutTruncated:
+        """The rollout ends at `limit`."""
+        self.limit = limit
+        self.limit_text = text
+        return RolloutTruncated(limit, f"the rollout has used up its {text}")
+
+    def _allowance(self, max_tokens: int | None) -> tuple[int, Limit | None]:
+        """Tokens this call may sample, and which limit cuts it there. Raises when there is room for none."""
+        allowed, cut = self._sampling.max_tokens, _TOKENS
+        if max_tokens is not None and max_tokens < allowed:
+            if max_tokens < 1:
+                raise EnvError(f"max_tokens is {max_tokens}; a model call samples at least one token")
+            allowed, cut = max_tokens, None
+        budget = self._limits.max_rollout_tokens
+        if budget is not None and (left := budget - self.recorder.sampled_tokens) < allowed:
+            allowed, cut = left, "tokens"
+        if self._max_context is not None:
+            room = self._max_context - self.recorder.context_tokens
+            if room < allowed:
+                allowed, cut = room, "context"
+        if allowed >= 1:
+            return allowed, cut
+        if cut == "tokens":
+            raise self.give_out("tokens", f"{budget} sampled tokens (limits.max_rollout_tokens)")
+        text = f"prompt of {self.recorder.context_tokens} tokens, context of {self._max_context}"
+        if not self.recorder.turns:
+            raise PromptTooLong(
+                f"prompt too long: {text}, which leaves no room for an answer; raise limits.max_context (and the "
+                "engine's) or leave the task out"
+            )
+        raise self.give_out("context", text)
+
+    # ── a turn ──
+
+    async def _answer(self, plan: Plan, max_tokens: int | None) -> Reply:
+        ids = plan.ids
+        if ids is None:
+            ids = await self._encoded(plan)
+        if plan.extends:
+            self.recorder.extend(ids)
+        else:
+            self.recorder.prompt(ids)
+        return await self._run(plan, max_tokens)
+
+    async def _encoded(self, plan: Plan) -> Ids:
+        if len(plan.text) < LONG_TEXT:
+            return self._bridge.encode(plan)
+        loop = asyncio.get_running_loop()
+        return self._bridge.settle(plan, await loop.run_in_executor(None, self._bridge.tokenize, plan))
+
+    async def _run(self, plan: Plan | None, max_tokens: int | None) -> Reply:
+        """Sample one turn for the prompt that the recorder holds, record it, and return it."""
+        call = _Call(mix(self._noise_seed, len(self.recorder.turns)))
+        try:
+            allowed, cut = self._allowance(max_tokens)
+            while True:
+                finish = await self._segment(call, allowed)
+                if finish != "abort" or self.stop is not None or self.limit is not None:
+                    break
+        except BaseException:
+            if self.recorder.call_tokens:
+                self._record(plan, call, "abort")
+            else:
+                self.recorder.roll_back()
+            raise
+        if finish == "abort" and not self.recorder.call_tokens:
+            self.recorder.roll_back()
+        else:
+            self.cut = cut if finish == "length" else None
+            self._record(plan, call, finish)
+        if self.stop is not None:
+            raise asyncio.CancelledError
+        if self.limit is not None:
+            raise RolloutTruncated(self.limit, f"the rollout has used up its {self.limit_text}")
+        assert self.last is not None
+        return self.last
+
+    async def _segment(self, call: _Call, allowed: int) -> Finish:
+        """One engine request. Returns how it ended; `abort` also where the chain has to go on for another reason."""
+        recorder = self.recorder
+        left = allowed - recorder.call_tokens
+        stop = self._sampling.stop
+        # A stop string that began before the boundary is unknown to the engine: it sees this request's tokens only.
+        # So the chain goes on token by token until the string is complete or ruled out.
+        in_stop = bool(stop) and call.segments > 0 and _may_be_in_stop(self._tail(), stop)
+        asked = self._clock()
+        grant = await self._granted(TurnRequested(self._rollout, recorder.context_tokens, left))
+        sent = self._clock()
+        self.gate_s += sent - asked
+        call.queued_s += sent - asked
+        call.engine = grant.engine
+        if not call.segments:
+            call.started = sent
+        seed = call.seed
+        if call.segments and not self._noise_by_position:
+            seed = mix(
+                seed, recorder.call_tokens
+            )  # such an engine would repeat the noise of the turn's beginning
+        sampling = self._sampling
+        request = GenerateRequest(
+            f"{self._rollout}.t{len(recorder.turns)}.s{call.segments}",
+            recorder.context,
+            SamplingParams(
+                1 if in_stop else left,
+                sampling.temperature,
+                sampling.top_p,
+                sampling.top_k,
+                stop,
+                self._stop_ids,
+                seed >> 1,  # engines take the seed as a signed 64-bit number
+            ),
+            self._session,
+            f"v{grant.version}",
+        )
+        call.segments += 1
+        reply = await self._generate(grant, request)
+        recorder.segment(reply.token_ids, reply.logprobs, reply.versions, reply.cached_tokens)
+        finish = reply.finish
+        if in_stop and finish == "length":
+            if any(string in self._tail() for string in stop):
+                return "stop"
+            if left > 1:
+                finish = "abort"
+        if len(reply.token_ids):
+            call.empty = 0
+        elif finish == "abort":
+            call.empty += 1
+            if call.empty == EMPTY_ABORTS:
+                self.engine_error = (
+                    f"engine {grant.engine} aborted {EMPTY_ABORTS} requests in a row without a token"
+                )
+                raise EngineError(self.engine_error)
+        return finish
+
+    def _record(self, plan: Plan | None, call: _Call, finish: Finish) -> None:
+        turn = self.recorder.commit(
+            finish,
+            engine=call.engine,
+            queued_s=call.queued_s,
+            started=call.started,
+            ended=self._clock(),
+            segments=call.segments,
+        )
+        ids = turn.sampled_ids
+        last = int(ids[-1]) if len(ids) else None
+        end = last if last in self._stop_ids else None
+        text = shown = self._bridge.tokenizer.decode(ids if end is None else ids[:-1])
+        if end is None and finish == "stop" and self._sampling.stop:
+            found = [at for at in map(text.find, self._sampling.stop) if at >= 0]
+            shown = text[: min(found)] if found else text
+        self.last = Reply(shown, finish, ids, turn.logprobs)
+        if plan is not None:
+            self._conversation.commit(plan, ids, end, text, shown)
+
+    def _tail(self) -> str:
+        """The end of what the running call has sampled, long enough for any stop string."""
+        longest = max(map(len, self._sampling.stop))
+        tokens = min(
+            self.recorder.call_tokens, 4 * longest + 8
+        )  # a character is at most four tokens, of a byte each
+        context = self.recorder.context
+        return self._bridge.tokenizer.decode(context[len(context) - tokens :], keep_special=True)
+
+    # ── the gate and the engine ──
+
+    async def _granted(self, event: TurnRequested) -> GrantTurn:
+        future = self._gate.request(event)
+        if not future.done():
+            self.where, self.pending = "gate", future
+            try:
+                await future
+            except asyncio.CancelledError:
+                if not future.cancelled():
+                    self._return(future.result())  # granted in the very moment
+                if self.stop is None and self.limit is None:
+                    # Its request stays with the core; a second one would be a second call at the same time.
+                    self._poison = (
+                        "the environment gave up a model call that was waiting at the turn gate, and makes "
+                        "another: leave timing out to limits.deadline_s"
+                    )
+                elif self.stop is None and self.limit is not None:
+                    raise RolloutTruncated(
+                        self.limit, f"the rollout has used up its {self.limit_text}"
+                    ) from None
+                raise
+            finally:
+                self.where, self.pending = "env", None
+        grant = future.result()
+        if self.stop is not None:
+            self._return(grant)
+            raise asyncio.CancelledError
+        if self.limit is not None:
+            self._return(grant)
+            raise RolloutTruncated(self.limit, f"the rollout has used up its {self.limit_text}")
+        return grant
+
+    def _return(self, grant: GrantTurn) -> None:
+        """A grant that is not used is answered too."""
+        self._gate.report(SegmentEnded(self._rollout, grant.engine, (), "abort"))
+
+    async def _generate(self, grant: GrantTurn, request: GenerateRequest) -> GenerateReply:
+        began = self._clock()
+        engine = self._engines.get(grant.engine)
+        try:
+            if engine is None:
+                raise EngineError(f"engine {grant.engine!r} is gone")
+            self.where, self.engine, self.request_id = "engine", engine, request.request_id
+            reply = check_reply(await engine.generate(request), request.sampling.max_tokens)
+        except BaseException as error:
+            took = self._clock() - began
+            self.model_s += took
+            cancelled = not isinstance(error, Exception)
+            text = "cancelled while it ran" if cancelled else _told(error, grant.engine)
+            self._gate.report(SegmentEnded(self._rollout, grant.engine, (), "abort", 0, took, text))
+            if cancelled:
+                raise
+            self.engine_error = text
+            raise EngineError(text) from error
+        finally:
+            self.where, self.engine = "env", None
+        took = self._clock() - began
+        self.model_s += took
+        self._gate.report(
+            SegmentEnded(self._rollout, grant.engine, reply.versions, reply.finish, reply.cached_tokens, took)
+        )
+        return reply
+
+
+class _Call:
+    """What adds up over the segments of one turn."""
+
+    __slots__ = ("empty", "engine", "queued_s", "seed", "segments", "started")
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.engine: EngineId = ""
+        self.queued_s = 0.0
+        self.started = 0.0
+        self.segments = 0
+        self.empty = 0
+
+
+def check_reply(reply: GenerateReply, max_tokens: int) -> GenerateReply:
+    """The reply, if its tokens can be trained on. EngineError names the position and the value otherwise."""
+    ids, logprobs = reply.token_ids, reply.logprobs
+    count = len(ids)
+    if count != len(logprobs):
+        raise EngineError(
+            f"the engine returned {count} token ids and {len(logprobs)} logprobs; both are needed for each sampled "
+            "token (vLLM: return_token_ids and logprobs=0 or more)"
+        )
+    if count > max_tokens:
+        raise EngineError(f"the engine returned {count} tokens where at most {max_tokens} were asked for")
+    if sum([n for _, n in reply.versions]) != count:
+        raise EngineError(f"the engine's versions {reply.versions} do not add up to its {count} tokens")
+    if not count:
+        return reply
+    if ids.dtype != _INT32 or logprobs.dtype != _FLOAT32:
+        raise EngineError(f"the engine client returned {ids.dtype} ids and {logprobs.dtype} logprobs")
+    # Written so that NaN fails: it makes both comparisons false.
+    if not (_least(logprobs) > LOWEST_LOGPROB and _greatest(logprobs) <= HIGHEST_LOGPROB):
+        at = int(np.flatnonzero(~((logprobs > LOWEST_LOGPROB) & (logprobs <= HIGHEST_LOGPROB)))[0])
+        raise EngineError(
+            f"the engine returned {float(logprobs[at])} as the logprob of sampled token {at} (id {int(ids[at])}); "
+            "a sampled token has a finite logprob of at most 0"
+        )
+    if _least(ids) < 0:
+        at = int(np.argmin(ids))
+        raise EngineError(f"the engine returned {int(ids[at])} as the id of sampled token {at}")
+    return reply
+
+
+_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
+_least, _greatest = np.minimum.reduce, np.maximum.reduce
+
+
+def _max_context(limits: Limits, engine: Engine | None) -> int | None:
+    said = [limits.max_context, engine.info.max_model_len if engine is not None else None]
+    return min((n for n in said if n is not None), default=None)
+
+
+def _told(error: BaseException, engine: EngineId) -> str:
+    text = str(error)
+    if not isinstance(error, EngineError):
+        text = f"{type(error).__name__}: {text}"
+    return text if engine in text else f"engine {engine}: {text}"
+
+
+def _may_be_in_stop(tail: str, stop: tuple[str, ...]) -> bool:
+    """Whether `tail` ends with the beginning of a stop string, or with half a character."""
+    if tail.endswith("\ufffd"):
+        return True
+    return any(tail.endswith(s[:n]) for s in stop for n in range(1, len(s)))
+
+
+def _words(message: ChatMessage) -> str:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    rest = {k: v for k, v in message.items() if k != "role" and v is not None}
+    return msgspec.json.encode(rest, enc_hook=str).decode()

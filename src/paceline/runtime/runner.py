@@ -1,0 +1,378 @@
+"""Runs one rollout: the environment's coroutine, its budgets, and its one terminal record.
+
+`run` answers `StartRollout`. Whatever happens in the environment, the engine or the scorer, it returns exactly one
+`Rollout`, and only when the work has really stopped.
+
+How a rollout ends, first match first:
+
+| what happened | ending, cause |
+| --- | --- |
+| the run cancelled it | `cancelled`, the cause it was asked for |
+| a model call failed, whatever the environment made of that | `failed`, `engine` |
+| a limit refused or cut a model call, or the deadline passed | `truncated`, the limit; scored if the environment can |
+| the environment raised `CancelledError` by itself | `cancelled`, `self` |
+| it raised `ScoringError` | `failed`, `unscored` |
+| it raised `InfrastructureError`, or an OSError that another attempt may not meet again | `failed`, `infrastructure` |
+| it raised anything else, or returned no `Result` | `failed`, `environment` |
+| no token was sampled | `failed`, `empty` |
+| its last turn was cut by a token or context limit, or the environment names a limit | `truncated`, the limit |
+| the reward is missing, not a number, or not finite | `failed`, `unscored` |
+| else | `completed` |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from paceline.domain.commands import StartRollout
+from paceline.domain.ids import EngineId, EnvName, RolloutId
+from paceline.domain.rollout import COMPLETED, CancelCause, FailureCause, Outcome, Rollout
+from paceline.domain.task import Split, Task
+from paceline.envs.protocol import Context, InfrastructureError, Result, RolloutTruncated, ScoringError
+from paceline.envs.text import cut_text
+from paceline.errors import EngineError, InvariantError
+from paceline.ports import Engine
+from paceline.runtime.gate import TurnGate
+from paceline.runtime.model import EnvRuntime, ModelCalls
+
+STOP_S: Final = 5.0
+"""Seconds an aborted engine request has to come back with its tokens, and a cancelled environment to clean up, before
+it is cancelled (again)."""
+
+_PERMANENT: Final = (
+    FileNotFoundError,
+    PermissionError,
+    IsADirectoryError,
+    NotADirectoryError,
+    FileExistsError,
+)
+"""Errors of the operating system that another attempt would meet again."""
+
+_MOST_TEXT: Final = 2000
+"""Characters of an error's text that a record keeps."""
+
+
+class RolloutRunner:
+    """Runs rollouts, any number at once, on the loop it is called from."""
+
+    def __init__(
+        self,
+        environments: Mapping[tuple[Split, EnvName], EnvRuntime],
+        engines: Mapping[EngineId, Engine],
+        gate: TurnGate,
+        clock: Callable[[], float],
+        *,
+        noise_by_position: bool = False,
+    ) -> None:
+        """`noise_by_position`: the engines' noise depends on (seed, position in the sequence) alone, so a turn may
+        keep its seed over its segments and comes out as if it had not been cut. Others get a seed a segment."""
+        self._environments = environments
+        self._engines = engines
+        self._gate = gate
+        self._clock = clock
+        self._noise_by_position = noise_by_position
+        self._running: dict[RolloutId, _Run] = {}
+
+    @property
+    def running(self) -> int:
+        """Rollouts that have not returned their record yet."""
+        return len(self._running)
+
+    async def run(self, command: StartRollout) -> Rollout:
+        """Carry out one rollout; see the module for how it ends. Raises only when the task itself is cancelled."""
+        shared = self._environments.get((command.task.split, command.task.env))
+        if shared is None:
+            raise InvariantError(f"no environment {command.task.env!r} for split {command.task.split!r}")
+        run = _Run(command, shared, self._engines, self._gate, self._clock, self._noise_by_position)
+        self._running[command.rollout] = run
+        try:
+            return await run.to_its_end()
+        finally:
+            del self._running[command.rollout]
+
+    def cancel(self, rollout: RolloutId, cause: CancelCause) -> None:
+        """Make a rollout end soon, with the tokens it has. One that has ended already is left alone."""
+        run = self._running.get(rollout)
+        if run is not None:
+            run.cancel(cause)
+
+
+class _Run:
+    """One rollout on its way."""
+
+    __slots__ = (
+        "_abort",
+        "_cancels",
+        "_clock",
+        "_closing",
+        "_command",
+        "_ctx",
+        "_loop",
+        "_model",
+        "_shared",
+        "_started",
+        "_task",
+        "_timer",
+    )
+
+    def __init__(
+        self,
+        command: StartRollout,
+        shared: EnvRuntime,
+        engines: Mapping[EngineId, Engine],
+        gate: TurnGate,
+        clock: Callable[[], float],
+        noise_by_position: bool,
+    ) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._command = command
+        self._shared = shared
+        self._clock = clock
+        self._loop = task.get_loop()
+        self._task = task
+        self._model = ModelCalls(command, shared, engines, gate, clock, noise_by_position=noise_by_position)
+        self._started = clock()
+        self._ctx = Context(
+            command.rollout,
+            group_seed=command.group_seed,
+            noise_seed=command.noise_seed,
+            deadline=self._started + shared.limits.deadline_s,
+            clock=clock,
+        )
+        self._timer = self._loop.call_later(shared.limits.deadline_s, self._pass_deadline)
+        self._abort: asyncio.Task[None] | None = None
+        self._cancels = 0  # of our own task, by us
+        self._closing = False  # the environment judges a truncated rollout
+
+    async def to_its_end(self) -> Rollout:
+        try:
+            outcome, result = await self._perform()
+        finally:
+            self._timer.cancel()
+            if self._abort is not None:
+                self._abort.cancel()
+        return self._record(outcome, result)
+
+    def cancel(self, cause: CancelCause) -> None:
+        if self._model.stop is None:
+            self._model.stop = cause
+            self._interrupt()
+
+    # ── the environment's part ──
+
+    async def _perform(self) -> tuple[Outcome, Result | None]:
+        shared, model, ctx = self._shared, self._model, self._ctx
+        task = Task(self._command.task, None)
+        result: Any = None
+        failure: BaseException | None = None
+        try:
+            task = Task(self._command.task, shared.source.get(self._command.task.index))
+            result = await shared.environment.rollout(task, model, ctx)
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:
+            self._raise_if_ended_from_outside(error)
+            failure = error
+        if model.stop is not None:
+            return Outcome("cancelled", model.stop), None
+        if model.engine_error is not None:
+            return _failed("engine", model.engine_error), None
+        if failure is None:
+            if model.limit is None:
+                return self._judge(result)
+            # The environment caught what a limit raised and came to a result of its own.
+            return self._truncated(result)
+        if isinstance(failure, RolloutTruncated) and model.limit is None:
+            model.give_out(failure.limit, str(failure))  # a limit of the environment's own
+        if model.limit is not None and _is_interruption(failure):
+            return await self._close(task)
+        return _failure(failure)
+
+    async def _close(self, task: Task) -> tuple[Outcome, Result | None]:
+        """Ask the environment what a rollout is worth that a limit has ended."""
+        model, limits = self._model, self._shared.limits
+        assert model.limit is not None
+        left = max(limits.score_s, self._ctx.deadline - self._clock())
+        self._closing = True
+        self._timer.cancel()
+        self._timer = self._loop.call_later(left, self._interrupt)
+        try:
+            result = await self._shared.environment.on_truncated(task, model, self._ctx, model.limit)
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:
+            self._raise_if_ended_from_outside(error)
+            if isinstance(error, asyncio.CancelledError):
+                why = f"not scored within {left:g} s (limits.score_s)"
+            else:
+                why = f"not scored: {_text(error)}"
+            result = None
+        else:
+            why = "" if result is not None else "not scored: the environment does not score what is cut short"
+        if model.stop is not None:
+            return Outcome("cancelled", model.stop), None
+        return self._truncated(result, why)
+
+    def _raise_if_ended_from_outside(self, error: BaseException) -> None:
+        """Let a cancellation of the task by others than this module end it: the loop is shutting down."""
+        while self._cancels and self._task.cancelling():
+            self._task.uncancel()
+            self._cancels -= 1
+        if isinstance(error, asyncio.CancelledError) and self._task.cancelling():
+            raise error
+
+    # ── what it comes to ──
+
+    def _judge(self, result: Any) -> tuple[Outcome, Result | None]:
+        model = self._model
+        if not isinstance(result, Result):
+            return _failed(
+                "environment", f"rollout() returned {type(result).__name__}; expected Result"
+            ), None
+        if not model.recorder.sampled_tokens:
+            turns = len(model.recorder.turns)
+            return _failed("empty", f"{turns} model calls sampled no token"), result
+        limit = result.truncated or model.cut
+        if limit is not None:
+            model.limit = limit
+            model.limit_text = "the environment's own limit" if result.truncated else f"answer cut by {limit}"
+            return self._truncated(result)
+        scored, why = _scored(result)
+        return (_failed("unscored", why) if why else COMPLETED), scored
+
+    def _truncated(self, result: Any, why: str = "") -> tuple[Outcome, Result | None]:
+        model = self._model
+        if result is not None:
+            if isinstance(result, Result):
+                result, problem = _scored(result)
+                why = f"not scored: {problem}" if problem else why
+            else:
+                result, why = None, f"not scored: {type(result).__name__} returned; expected Result"
+        detail = f"{model.limit_text}; {why}" if why else model.limit_text
+        return Outcome("truncated", model.limit, cut_text(detail, _MOST_TEXT)), result
+
+    def _record(self, outcome: Outcome, result: Result | None) -> Rollout:
+        model, command = self._model, self._command
+        said = result if result is not None else _NOTHING
+        return Rollout(
+            id=command.rollout,
+            task=command.task,
+            outcome=outcome,
+            turns=tuple(model.recorder.turns),
+            reward=said.reward if outcome.ending in ("completed", "truncated") else None,
+            rewards=said.rewards,
+            metrics=said.metrics,
+            temperature=self._shared.sampling.temperature,
+            started=self._started,
+            ended=self._clock(),
+            model_s=model.model_s,
+            gate_s=model.gate_s,
+            messages=model.messages(),
+            info=_storable(said.info) if said.info else said.info,
+        )
+
+    # ── making it end ──
+
+    def _pass_deadline(self) -> None:
+        model = self._model
+        if model.limit is None:
+            model.give_out("deadline", f"{self._shared.limits.deadline_s:g} s (limits.deadline_s)")
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        """End what the rollout waits for, and see to it again in a while if that was not enough."""
+        model = self._model
+        self._timer.cancel()
+        self._timer = self._loop.call_later(STOP_S, self._insist)
+        if model.where == "gate" and model.pending is not None:
+            model.pending.cancel()
+        elif model.where == "engine" and model.engine is not None:
+            # Not cancelled: the request comes back with what it has sampled.
+            self._abort = self._loop.create_task(_abort(model.engine, model.request_id))
+        else:
+            self._insist()
+
+    def _insist(self) -> None:
+        self._timer.cancel()
+        self._timer = self._loop.call_later(STOP_S, self._insist)
+        self._cancels += 1
+        self._task.cancel()
+
+
+async def _abort(engine: Engine, request_id: str) -> None:
+    with contextlib.suppress(EngineError):  # the request is then cancelled, STOP_S later
+        await engine.abort(request_id)
+
+
+def _scored(result: Result) -> tuple[Result, str]:
+    """The result with plain numbers, and what is wrong with its reward, if anything is."""
+    try:
+        reward = None if result.reward is None else float(result.reward)
+        rewards = {str(k): float(v) for k, v in result.rewards.items()} if result.rewards else {}
+        metrics = {str(k): float(v) for k, v in result.metrics.items()} if result.metrics else {}
+    except (TypeError, ValueError) as error:
+        return Result(None, info=result.info), f"rewards and metrics must be numbers: {error}"
+    why = ""
+    if reward is None:
+        why = "the environment gave no reward"
+    elif not math.isfinite(reward):
+        reward, why = None, f"the reward is {reward}"
+    return Result(reward, rewards, metrics, result.truncated, result.info), why
+
+
+def _failure(error: BaseException) -> tuple[Outcome, Result | None]:
+    if isinstance(error, asyncio.CancelledError):
+        return Outcome("cancelled", "self", "the environment raised CancelledError by itself"), None
+    return _failed(_cause_of(error), _text(error)), None
+
+
+def _cause_of(error: BaseException) -> FailureCause:
+    if isinstance(error, BaseExceptionGroup):
+        causes = {_cause_of(leaf) for leaf in error.exceptions}
+        return causes.pop() if len(causes) == 1 else "environment"
+    if isinstance(error, ScoringError):
+        return "unscored"
+    chain: BaseException | None = error
+    while chain is not None:
+        if isinstance(chain, InfrastructureError):
+            return "infrastructure"
+        if isinstance(chain, OSError) and not isinstance(chain, _PERMANENT):
+            return "infrastructure"
+        chain = chain.__cause__  # clients wrap what the network raised
+    return "environment"
+
+
+def _is_interruption(error: BaseException) -> bool:
+    """Whether an exception is what a limit raises in the environment, perhaps inside a group of its own tasks."""
+    if isinstance(error, BaseExceptionGroup):
+        return any(_is_interruption(leaf) for leaf in error.exceptions)
+    return isinstance(error, RolloutTruncated | asyncio.CancelledError)
+
+
+def _failed(cause: FailureCause, detail: str) -> Outcome:
+    return Outcome("failed", cause, cut_text(detail, _MOST_TEXT))
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, BaseExceptionGroup):
+        return "; ".join(map(_text, error.exceptions))
+    return f"{type(error).__name__}: {error}"
+
+
+def _storable(info: dict[str, Any]) -> dict[str, Any]:
+    """`info`, if a journal can hold it."""
+    try:
+        msgspec.msgpack.encode(info)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        return {"not_stored": f"info is not JSON-like: {error}"}
+    return info
+
+
+_NOTHING: Final = Result(None)

@@ -1,0 +1,52 @@
+"""Chat messages as chat templates take them: JSON-like mappings with a role and a content."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+
+ChatMessage: TypeAlias = Mapping[str, Any]
+"""`{"role": ..., "content": ...}`, and whatever else the chat template reads (`tool_calls`, `name`, …)."""
+
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
+"""Tool descriptions as JSON schemas, in the form the chat template prints."""
+
+
+def system(content: str) -> dict[str, Any]:
+    return {"role": "system", "content": content}
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": content}
+
+
+def tool(content: str) -> dict[str, Any]:
+    return {"role": "tool", "content": content}
+
+
+def is_plain(message: ChatMessage) -> bool:
+    """A role and a text, and nothing else."""
+    return len(message) == 2 and type(message.get("content")) is str and "role" in message
+
+
+def same(a: ChatMessage, b: ChatMessage) -> bool:
+    """Whether two messages say the same; a key that is missing and one that is None count as equal."""
+    if a == b:
+        return True
+    return {k: v for k, v in a.items() if v is not None} == {k: v for k, v in b.items() if v is not None}
+
+
+def key_of(messages: Sequence[ChatMessage]) -> Hashable:
+    """Equal for messages that render alike. TypeError when a message is not JSON-like."""
+    return tuple((m["role"], m["content"]) if is_plain(m) else msgspec.json.encode(m) for m in messages)
+
+
+def key_of_tools(tools: Tools | None) -> bytes:
+    """Equal for tool lists that render alike; no tools and an empty list do."""
+    return msgspec.json.encode(list(tools)) if tools else b""
