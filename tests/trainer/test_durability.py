@@ -19,14 +19,20 @@ from paceline.trainer import (  # noqa: E402
     Trainer,
     latest_checkpoint,
     load_checkpoint,
-    publish_weights,
     save_checkpoint,
-    weights,
+    write_model,
 )
+from paceline.transport import layout  # noqa: E402
+from paceline.transport.reader import publish_weights  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
+V1 = Path("weights") / "v000001"
 SETTINGS = OptimizerSettings(lr=1e-3, warmup_steps=3)
+
+
+def publish(of: Trainer, source: Path, run: Path, dtype: str = "bfloat16") -> None:
+    publish_weights(run, 1, lambda folder: write_model(of.model, source, folder, dtype), "test")
 
 
 def parameters(of: Trainer) -> list[torch.Tensor]:
@@ -70,16 +76,16 @@ def test_a_checkpoint_cannot_run_code(model_dir: Path, tmp_path: Path) -> None:
 def test_a_published_version_is_a_model_directory(model_dir: Path, tmp_path: Path, dtype: str) -> None:
     of = Trainer(model_dir, SETTINGS)
     of.step([pack(random_sequences(0))])
-    publish_weights(of.model, model_dir, tmp_path / "v1", version=1, dtype=dtype)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "v1", dtype=torch.float32)
+    publish(of, model_dir, tmp_path, dtype)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / V1, dtype=torch.float32)
     for mine, theirs in zip(parameters(of), loaded.parameters(), strict=True):
         assert torch.equal(mine.to(getattr(torch, dtype)).float(), theirs)
-    assert json.loads((tmp_path / "v1" / "version.json").read_text())["version"] == 1
-    config = json.loads((tmp_path / "v1" / "config.json").read_text())
+    assert json.loads((tmp_path / V1 / "version.json").read_text())["version"] == 1
+    config = json.loads((tmp_path / V1 / "config.json").read_text())
     assert config.get("dtype", config.get("torch_dtype")) == dtype
     for name in ("tokenizer.json", "chat_template.jinja"):
-        assert (tmp_path / "v1" / name).read_bytes() == (model_dir / name).read_bytes()
-    assert [path.name for path in tmp_path.iterdir()] == ["v1"]
+        assert (tmp_path / V1 / name).read_bytes() == (model_dir / name).read_bytes()
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["v000001"]
 
 
 def test_weights_never_show_before_they_are_whole(
@@ -88,14 +94,14 @@ def test_weights_never_show_before_they_are_whole(
     of, seen = Trainer(model_dir, SETTINGS), []
 
     def flush_then_look(path: Path) -> None:
-        seen.append(((tmp_path / "v1").exists(), path))
+        seen.append(((tmp_path / V1).exists(), path))
 
-    monkeypatch.setattr(weights, "_flush", flush_then_look)
-    publish_weights(of.model, model_dir, tmp_path / "v1", version=1)
-    written = {path.name for path in (tmp_path / "v1").iterdir()}
+    monkeypatch.setattr(layout, "flush_entry", flush_then_look)
+    publish(of, model_dir, tmp_path)
+    written = {path.name for path in (tmp_path / V1).iterdir()}
     flushed_before = {path.name for visible, path in seen if not visible}
     assert written <= flushed_before
-    assert seen[-1] == (True, tmp_path)
+    assert seen[-1] == (True, tmp_path / "weights")
 
 
 def test_a_publisher_that_dies_halfway_leaves_nothing(
@@ -106,20 +112,20 @@ def test_a_publisher_that_dies_halfway_leaves_nothing(
     def disk_full(path: Path) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(weights, "_flush", disk_full)
+    monkeypatch.setattr(layout, "flush_entry", disk_full)
     with pytest.raises(OSError, match="no space"):
-        publish_weights(of.model, model_dir, tmp_path / "v1", version=1)
-    assert list(tmp_path.iterdir()) == []
+        publish(of, model_dir, tmp_path)
+    assert list((tmp_path / "weights").iterdir()) == []
 
 
 def test_an_older_directory_of_the_same_version_is_replaced(model_dir: Path, tmp_path: Path) -> None:
     of = Trainer(model_dir, SETTINGS)
-    publish_weights(of.model, model_dir, tmp_path / "v1", version=1)
-    before = (tmp_path / "v1" / "model.safetensors").read_bytes()
+    publish(of, model_dir, tmp_path)
+    before = (tmp_path / V1 / "model.safetensors").read_bytes()
     of.step([pack(random_sequences(0))])
-    publish_weights(of.model, model_dir, tmp_path / "v1", version=1)
-    assert (tmp_path / "v1" / "model.safetensors").read_bytes() != before
-    assert [path.name for path in tmp_path.iterdir()] == ["v1"]
+    publish(of, model_dir, tmp_path)
+    assert (tmp_path / V1 / "model.safetensors").read_bytes() != before
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["v000001"]
 
 
 def test_weights_that_are_not_finite_are_not_published(model_dir: Path, tmp_path: Path) -> None:
@@ -127,5 +133,5 @@ def test_weights_that_are_not_finite_are_not_published(model_dir: Path, tmp_path
     with torch.no_grad():
         next(of.model.parameters())[0, 0] = torch.nan
     with pytest.raises(TrainerError, match="is not finite"):
-        publish_weights(of.model, model_dir, tmp_path / "v1", version=1)
-    assert list(tmp_path.iterdir()) == []
+        publish(of, model_dir, tmp_path)
+    assert list((tmp_path / "weights").iterdir()) == []

@@ -10,7 +10,7 @@ from paceline.trainer.batch import MicroBatch
 from paceline.trainer.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from paceline.trainer.loss import LossSettings
 from paceline.trainer.step import OptimizerSettings, Trainer
-from paceline.trainer.weights import model_directory, publish_weights
+from paceline.trainer.weights import model_directory, write_model
 
 __all__ = [
     "LossSettings",
@@ -20,6 +20,6 @@ __all__ = [
     "latest_checkpoint",
     "load_checkpoint",
     "model_directory",
-    "publish_weights",
     "save_checkpoint",
+    "write_model",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import re
 import shutil
@@ -13,30 +12,31 @@ import torch
 
 from paceline.errors import TrainerError
 from paceline.trainer.step import Trainer
-from paceline.trainer.weights import commit_directory
+from paceline.transport.layout import commit_directory
 
 _NAME = re.compile(r"v(\d{8})")
 _FILE = "trainer.pt"
 
 
+def checkpoint_dir(root: Path, version: int) -> Path:
+    return root / f"v{version:08d}"
+
+
 def save_checkpoint(trainer: Trainer, root: Path, keep_last: int) -> Path:
     """Write `root/v<version>` atomically, then delete all but the newest `keep_last`."""
-    out = root / f"v{trainer.version:08d}"
-    temporary = root / f".{out.name}.{os.getpid()}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
+    out = checkpoint_dir(root, trainer.version)
+
+    def fill(folder: Path) -> None:
         torch.save(
             {
                 "version": trainer.version,
                 "model": trainer.model.state_dict(),
                 "optimizer": trainer.optimizer.state_dict(),
             },
-            temporary / _FILE,
+            folder / _FILE,
         )
-        commit_directory(temporary, out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+
+    commit_directory(out, fill)
     for _, old in _checkpoints(root)[:-keep_last]:
         shutil.rmtree(old)
     return out

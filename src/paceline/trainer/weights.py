@@ -1,16 +1,12 @@
-"""Publishing a version: a Hugging Face directory that is either whole or not there.
+"""A version of the model as a Hugging Face directory.
 
-    <parent>/.<name>.<pid>.tmp/    written and flushed to disk, file by file
-    <parent>/<name>/               the same directory, renamed
-
-Whoever sees the name sees every file, after a power cut too. What a reader needs beside the weights (config,
-tokenizer, chat template) is copied from the directory the run started from, unchanged.
+What a reader needs beside the weights (config, tokenizer, chat template) is copied from the directory the run started
+from, unchanged. `paceline.transport.reader.publish_weights` makes the directory appear whole or not at all.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,8 +14,7 @@ from typing import Any
 import torch
 
 from paceline.errors import TrainerError
-
-VERSION_FILE = "version.json"
+from paceline.transport.layout import VERSION_FILE
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -40,44 +35,16 @@ def model_directory(name: str) -> Path:
         raise TrainerError(f"model {name!r} is no directory here and cannot be fetched: {error}") from error
 
 
-def publish_weights(model: Any, source: Path, out: Path, version: int, dtype: str = "bfloat16") -> None:
-    """Write `model` as version `version` to `out`, atomically. `source` gives config and tokenizer.
+def write_model(model: Any, source: Path, out: Path, dtype: str = "bfloat16") -> None:
+    """Write `model` into the directory `out` in Hugging Face form. `source` gives config and tokenizer.
 
-    An older directory of that name (from before a resume) is replaced. TrainerError if a weight is not finite:
-    an engine that loads it would sample noise without a word.
+    TrainerError if a weight is not finite: an engine that loads it would sample noise without a word.
     """
     if dtype not in _DTYPES:
         raise TrainerError(f"dtype {dtype!r} is none of {', '.join(_DTYPES)}")
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
-            raise TrainerError(f"weight {name} of version {version} is not finite: not published")
-    temporary = out.parent / f".{out.name}.{os.getpid()}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        _write(model, source, temporary, version, dtype)
-        commit_directory(temporary, out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def commit_directory(temporary: Path, out: Path) -> None:
-    """Flush `temporary` to disk and give it the name `out`, replacing a directory of that name."""
-    for path in [*temporary.rglob("*"), temporary]:
-        _flush(path)
-    if out.exists():
-        # A directory cannot be renamed over one that is not empty. Between these two lines there is none,
-        # which a reader sees as not yet published.
-        replaced = out.parent / f".{out.name}.{os.getpid()}.old.tmp"
-        out.rename(replaced)
-        temporary.rename(out)
-        shutil.rmtree(replaced)
-    else:
-        temporary.rename(out)
-    _flush(out.parent)
-
-
-def _write(model: Any, source: Path, out: Path, version: int, dtype: str) -> None:
+            raise TrainerError(f"weight {name} is not finite: not published")
     to = _DTYPES[dtype]
     state = {
         name: t.detach().to(to) if t.is_floating_point() else t for name, t in model.state_dict().items()
@@ -91,12 +58,4 @@ def _write(model: Any, source: Path, out: Path, version: int, dtype: str) -> Non
     stated = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
     config.update(dict.fromkeys(stated, dtype))
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    (out / VERSION_FILE).write_text(json.dumps({"version": version, "dtype": dtype}) + "\n", encoding="utf-8")
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    (out / VERSION_FILE).write_text(json.dumps({"dtype": dtype}) + "\n", encoding="utf-8")

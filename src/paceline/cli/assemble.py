@@ -1,0 +1,401 @@
+"""Puts a run together from its config: processes, engines, environments, core, driver; and takes it apart again.
+
+    config ─▶ run directory ─▶ children (engine, trainer) ─▶ engines ─▶ core (restored) ─▶ driver ─▶ report
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import importlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paceline.config import EmbeddedEngine, EnvSection, EvalSection, ReferenceTrainer, RunConfig
+from paceline.core.admission import Admission, FixedCap
+from paceline.core.advantages import BUILTIN, Algorithm, build, builtin
+from paceline.core.processing import GroupRules
+from paceline.core.scheduler import Core
+from paceline.core.setup import core_setup
+from paceline.domain import events as on
+from paceline.domain.commands import FinishRun
+from paceline.domain.ids import EngineId, EnvName
+from paceline.domain.task import Split
+from paceline.engines.http import HttpEngine, connect
+from paceline.envs.protocol import Environment
+from paceline.envs.registry import make_environment
+from paceline.errors import ConfigError, EngineError, PacelineError, TrainerError
+from paceline.journal.writer import JournalWriter
+from paceline.ports import Engine
+from paceline.runtime.checkpoints import Checkpoints
+from paceline.runtime.driver import Driver, Fold
+from paceline.runtime.inbox import Gates, Inbox
+from paceline.runtime.loads import poll_load
+from paceline.runtime.model import EnvRuntime
+from paceline.runtime.offload import Threads
+from paceline.runtime.processes import ChildProcess
+from paceline.runtime.processor import EnvProcessing, GroupProcessor
+from paceline.runtime.runner import RolloutRunner
+from paceline.tokens.bridge import Bridge
+from paceline.tokens.tokenizer import ChatTokenizer, resolve_model_dir
+from paceline.transport.filesystem import FilesystemBatches, FilesystemPolicy
+from paceline.transport.layout import weights_dir
+
+_TRAINER_END_S = 4.0
+"""Seconds the trainer has to finish its step and save, once the run has ended."""
+
+
+class StoppedTwice(PacelineError):
+    """Someone asked a second time for the run to end: now."""
+
+
+class Resumption(msgspec.Struct, frozen=True):
+    """Where a resumed run goes on."""
+
+    state: dict[str, Any]
+    step: int
+    """Batches cut at the core's checkpoint."""
+    trained: int
+    """Step of the trainer's checkpoint: at most `step`."""
+
+
+class Environments:
+    """The environments of a run, made once for each section, with the tasks of their split."""
+
+    def __init__(self, config: RunConfig, bridge: Bridge) -> None:
+        self.runtimes: dict[tuple[Split, EnvName], EnvRuntime] = {}
+        self.sizes: dict[tuple[str, EnvName], int | None] = {}
+        self.fingerprints: dict[EnvName, str] = {}
+        self.scores_groups: dict[EnvName, bool] = {}
+        for section in config.env:
+            environment = self._add("train", section, config, bridge)
+            self.fingerprints[section.label] = self.runtimes["train", section.label].source.fingerprint
+            self.scores_groups[section.label] = environment.all_or_nothing
+        for held_out in config.eval:
+            self._add("eval", held_out, config, bridge)
+
+    def _add(
+        self, split: Split, section: EnvSection | EvalSection, config: RunConfig, bridge: Bridge
+    ) -> Environment:
+        environment = make_environment(section.id, section.args)
+        source = environment.tasks(split)
+        if source.size == 0:
+            raise ConfigError(f"{split} env {section.label!r} has no tasks: look at its args")
+        self.runtimes[split, section.label] = EnvRuntime(
+            environment=environment,
+            source=source,
+            limits=section.limits,
+            sampling=section.sampling.over(config.sampling),
+            bridge=bridge,
+        )
+        self.sizes[split, section.label] = source.size
+        return environment
+
+    async def close(self) -> None:
+        for runtime in self.runtimes.values():
+            await runtime.environment.close()
+
+
+def algorithm_of(name: str, args: Mapping[str, Any]) -> Algorithm:
+    """A built-in algorithm, or the user's own by import path. ConfigError when there is none, or it does not fit."""
+    if ":" not in name:
+        return builtin(name, args)
+    return build(name, _imported(name, f"algorithm {name!r}"), args)
+
+
+def admission_of(config: RunConfig) -> Admission:
+    return FixedCap(config.admission.cap)
+
+
+class ConfiguredServices:
+    """The async callables that `[services]` names."""
+
+    def __init__(self, paths: Mapping[str, str]) -> None:
+        self._calls = {name: _imported(path, f"service {name!r}") for name, path in paths.items()}
+
+    async def call(self, service: str, request: Any) -> Any:
+        if service not in self._calls:
+            raise ConfigError(
+                f"the algorithm asks for service {service!r}, configured are {sorted(self._calls) or 'none'}: "
+                "add it to [services]"
+            )
+        return await self._calls[service](request)
+
+
+def _imported(path: str, what: str) -> Any:
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{what}: cannot import {path!r}: {error}; expected module:name") from error
+    return found
+
+
+class Assembly:
+    """One run, from its directory to its end."""
+
+    def __init__(
+        self, config: RunConfig, run_dir: Path, run_id: str, resumption: Resumption | None = None
+    ) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.run_id = run_id
+        self.resumption = resumption
+        self.model_dir = resolve_model_dir(config.model.name)
+        self.children: list[ChildProcess] = []
+        self._stops = 0
+
+    @property
+    def start_version(self) -> int:
+        return self.resumption.trained if self.resumption else 0
+
+    async def run(self, folds: list[Fold], say: Callable[[str], None]) -> FinishRun:
+        """Everything, from starting the children to closing them. Raises what ended the run."""
+        config = self.config
+        tokenizer = ChatTokenizer.load(self.model_dir, config.model.chat_template)
+        environments = Environments(config, Bridge(tokenizer))
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(environments.close)
+            stack.push_async_callback(self._close_children)
+            say("starting the engine and the trainer")
+            starting = [self._start_engines(), self._start_trainer()]
+            engines, _ = await asyncio.gather(*starting)
+            for engine in engines.values():
+                stack.push_async_callback(engine.close)
+            journal = JournalWriter(self.run_dir, self.run_id)
+            stack.push_async_callback(journal.close)
+            offload = Threads()
+            stack.callback(offload.close)
+            return await self._drive(environments, engines, journal, offload, folds, say)
+
+    async def _drive(
+        self,
+        environments: Environments,
+        engines: Mapping[EngineId, Engine],
+        journal: JournalWriter,
+        offload: Threads,
+        folds: list[Fold],
+        say: Callable[[str], None],
+    ) -> FinishRun:
+        config = self.config
+        core = Core(core_setup(config, environments.sizes, environments.fingerprints), admission_of(config))
+        if self.resumption is not None:
+            core.restore(self.resumption.state, self.resumption.trained)
+            for warning in core.warnings:
+                say(f"warning: {warning}")
+        inbox = Inbox()
+        gates = Gates(inbox)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+
+        def clock() -> float:
+            return loop.time() - began
+
+        runner = RolloutRunner(
+            environments.runtimes,
+            engines,
+            gates,
+            clock,
+            noise_by_position=isinstance(config.engine, EmbeddedEngine),
+        )
+        driver = Driver(
+            core,
+            inbox=inbox,
+            gates=gates,
+            runner=runner,
+            engines=engines,
+            processor=self._processor(environments, offload),
+            sink=FilesystemBatches(self.run_dir, self.run_id, keep=self._batches_kept()),
+            policy=FilesystemPolicy(self.run_dir, self.run_id, after=self.start_version),
+            journal=journal,
+            checkpoints=self.checkpoints(),
+            packing=config.batch,
+            offload=offload,
+            folds=folds,
+            clock=clock,
+            step_limit_s=config.trainer.step_s,
+        )
+        for child in self.children:
+            driver.beside(child.name, child.wait_dead)
+        for engine in engines.values():
+            driver.beside(f"load poll of {engine.info.id}", self._poller(engine, inbox))
+        opened = on.RunOpened(
+            self.run_id, config.run.seed, None if self.resumption is None else self.resumption.step
+        )
+        joined = [on.EngineJoined(engine.info, self.start_version) for engine in engines.values()]
+        with self._signals(loop, inbox, driver), _calm_gc():
+            return await driver.run(opened, joined)
+
+    def _poller(self, engine: Engine, inbox: Inbox) -> Callable[[], Any]:
+        interval = self.config.metrics.load_interval_s
+        return lambda: poll_load(engine, inbox.post, interval_s=interval)
+
+    def _processor(self, environments: Environments, offload: Threads) -> GroupProcessor:
+        config = self.config
+        envs = {}
+        for section in config.env:
+            chosen = section.algorithm or config.algorithm
+            rules = GroupRules.of(
+                section,
+                config.batch,
+                config.filters,
+                scores_groups=environments.scores_groups[section.label],
+            )
+            envs[section.label] = EnvProcessing(rules, algorithm_of(chosen.name, chosen.args))
+        return GroupProcessor(envs, offload, ConfiguredServices(config.services))
+
+    # ── children ──
+
+    async def _start_engines(self) -> dict[EngineId, HttpEngine]:
+        section = self.config.engine
+        cap = self.config.admission.cap
+        served = self.config.model.served_name
+        if isinstance(section, EmbeddedEngine):
+            weights = self._weights_now()
+            started = await asyncio.gather(
+                *(self._start_embedded(section, n, weights) for n in range(section.replicas))
+            )
+            urls = [child.ready["url"] for child in started]
+            key, start_s, connections = None, section.start_s, max(cap, section.max_num_seqs)
+        else:
+            urls, start_s = list(section.urls), section.start_s
+            key = os.environ.get(section.api_key_env) if section.api_key_env else None
+            connections = max(cap, section.max_connections)
+        engines = await asyncio.gather(
+            *(
+                connect(
+                    url,
+                    id=f"{section.type}-{n}",
+                    served_name=served,
+                    max_connections=connections,
+                    api_key=key,
+                    start_s=start_s,
+                )
+                for n, url in enumerate(urls)
+            )
+        )
+        if not isinstance(section, EmbeddedEngine) and self.start_version:
+            for engine in engines:
+                await engine.update_weights(self.start_version, str(self._weights_now()))
+        return {engine.info.id: engine for engine in engines}
+
+    async def _start_embedded(self, section: EmbeddedEngine, number: int, weights: Path) -> ChildProcess:
+        argv = [sys.executable, "-m", "paceline.engines.embedded", "--model", str(weights), "--port", "0"]
+        options = {
+            "served-model-name": self.config.model.served_name,
+            "kv-tokens": section.kv_tokens,
+            "block-size": section.block_size,
+            "max-num-seqs": section.max_num_seqs,
+            "max-batched-tokens": section.max_batched_tokens,
+            "max-model-len": section.max_model_len,
+            "dtype": section.dtype,
+            "seed": self.config.run.seed,
+            "weight-version": f"v{self.start_version}",
+        }
+        for name, value in options.items():
+            if value is not None:
+                argv += [f"--{name}", str(value)]
+        child = await ChildProcess.start(
+            argv,
+            name=f"engine-{number}",
+            log_path=self.run_dir / "logs" / f"engine-{number}.log",
+            start_s=section.start_s,
+            error=EngineError,
+        )
+        self.children.append(child)
+        return child
+
+    async def _start_trainer(self) -> None:
+        section = self.config.trainer
+        if not isinstance(section, ReferenceTrainer):
+            return
+        settings = section.model_dump(exclude={"type", "threads", "start_s", "step_s"})
+        settings |= {
+            "checkpoint_every": self.config.checkpoint.every,
+            "keep_last": self.config.checkpoint.keep_last,
+            "keep_weights": self._weights_kept(),
+        }
+        argv = [sys.executable, "-m", "paceline.trainer", "--run", str(self.run_dir)]
+        argv += ["--model", str(self.model_dir), "--settings", json.dumps(settings)]
+        argv += ["--start-version", str(self.start_version)]
+        child = await ChildProcess.start(
+            argv,
+            name="trainer",
+            log_path=self.run_dir / "logs" / "trainer.log",
+            start_s=section.start_s,
+            threads=section.threads,
+            error=TrainerError,
+            may_finish=False,
+        )
+        self.children.append(child)
+
+    async def _close_children(self) -> None:
+        """The trainer ends by itself, having saved, once the run's status says so; engines are simply stopped."""
+        trainers = [c for c in self.children if c.name == "trainer" and c.exit_code is None]
+        others = [c for c in self.children if c not in trainers]
+        wait_s = 0.5 if self._stops > 1 else _TRAINER_END_S
+        await asyncio.gather(*(c.close(term_s=wait_s) for c in trainers), *(c.close(term_s=1.0) for c in others))
+
+    # ── where things are ──
+
+    def checkpoints(self) -> Checkpoints:
+        return Checkpoints(self.run_dir / "checkpoints" / "core", self.config.checkpoint.keep_last)
+
+    def _weights_now(self) -> Path:
+        return weights_dir(self.run_dir, self.start_version) if self.start_version else self.model_dir
+
+    def _weights_kept(self) -> int:
+        """Versions an engine may still be told to load, and one for each checkpoint a run may go back to."""
+        checkpoint = self.config.checkpoint
+        return checkpoint.every * checkpoint.keep_last + self.config.scheduling.lag + 2
+
+    def _batches_kept(self) -> int:
+        """Back to the oldest checkpoint of the trainer, so that it can train again what it had not saved."""
+        return self._weights_kept()
+
+    # ── stopping ──
+
+    @contextlib.contextmanager
+    def _signals(self, loop: asyncio.AbstractEventLoop, inbox: Inbox, driver: Driver) -> Iterator[None]:
+        """Ctrl-C once drains and saves, twice stops at once; SIGTERM is the first of them."""
+
+        def stop(name: str) -> None:
+            self._stops += 1
+            if self._stops == 1:
+                inbox.post(on.ShutdownRequested(name))
+                limit = self.config.run.drain_s
+                text = f"work did not stop within run.drain_s, {limit:g} s, after {name}"
+                loop.call_later(limit, driver.fail, StoppedTwice(text))
+            else:
+                driver.fail(StoppedTwice(f"{name} a second time"))
+
+        for number, name in ((signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")):
+            loop.add_signal_handler(number, stop, name)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+
+@contextlib.contextmanager
+def _calm_gc() -> Iterator[None]:
+    """Set the start-up heap aside and collect rarely: a big heap walked often was 28 to 56% of a peer's time."""
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
