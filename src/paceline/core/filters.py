@@ -51,9 +51,10 @@ def repetition(rule: RepetitionFilter, sampled: Sequence[NDArray[np.int32]]) -> 
     if max((len(ids) for ids in sampled), default=0) < window:
         return None
     # A different negative number after each turn: a loop does not go on across turns, since other tokens lie between.
+    borders = np.arange(-len(sampled), 0, dtype=np.int32)
     parts: list[NDArray[np.int32]] = []
     for number, ids in enumerate(sampled):
-        parts += (ids, np.array([-1 - number], np.int32))
+        parts += (ids, borders[number : number + 1])
     tokens = np.concatenate(parts)
     longest = min(rule.max_period, window // 2)
     need = (
@@ -79,9 +80,10 @@ def gibberish(rule: GibberishFilter, logprobs: Sequence[NDArray[np.float32]]) ->
 
     A rollout with fewer tokens than the window is judged by all of them.
     """
-    values = np.concatenate(logprobs, dtype=np.float64) if logprobs else np.zeros(0)
-    if not len(values):
+    lowest_token = min([float(each.min()) for each in logprobs if len(each)], default=0.0)
+    if lowest_token >= rule.logprob:  # then so is every mean: most rollouts end here
         return None
+    values = np.concatenate(logprobs, dtype=np.float64)
     window = min(rule.window, len(values))
     sums = np.cumsum(values)
     sums[window:] -= sums[:-window].copy()
