@@ -31,7 +31,18 @@ from paceline.domain.task import TaskRef
 _IDS = np.zeros(1 << 16, np.int32)
 _FLOATS = np.zeros(1 << 16, np.float32)
 _TRAINABLE = np.ones(1 << 16, np.bool_)
-_WORDS = "harbor lantern meadow copper violet signal timber marble orchard canyon pepper winter".split()
+_WORDS = (
+    "harbor",
+    "lantern",
+    "meadow",
+    "copper",
+    "violet",
+    "signal",
+    "timber",
+    "marble",
+    "orchard",
+    "canyon",
+)
 
 
 class Decision(msgspec.Struct, frozen=True):

@@ -1,0 +1,374 @@
+"""The live view: a panel on a terminal, plain lines on a pipe.
+
+The run's thread only takes notes, a few times a second; rich draws them in a thread of its own, so that a slow
+terminal delays nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TextIO
+
+import msgspec
+from rich.bar import Bar
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from paceline.domain.commands import Command, FinishRun
+from paceline.domain.events import (
+    CheckpointSaved,
+    EngineJoined,
+    EngineLost,
+    Event,
+    RolloutEnded,
+    RunOpened,
+    ShutdownRequested,
+    WeightsLoaded,
+)
+from paceline.domain.rollout import Rollout
+from paceline.observe.monitor import View
+from paceline.observe.rows import Row
+from paceline.observe.run import RunFolds
+
+_NOTE_S = 0.25
+_SPARK = "▁▂▃▄▅▆▇█"
+_COLOURS: dict[str, str] = {
+    "shipped": "green",
+    "under way": "bright_black",
+    "zero_signal": "yellow",
+    "filtered": "dark_orange",
+    "stale": "magenta",
+    "failed": "red",
+    "cancelled": "bright_red",
+    "truncated": "purple",
+    "overlong": "blue",
+    "void": "grey50",
+    "left_over": "grey35",
+    "eval": "cyan",
+}
+_FATES: tuple[str, ...] = (
+    "shipped", "zero_signal", "filtered", "stale", "failed", "cancelled", "truncated", "overlong", "void",
+    "left_over", "eval",
+)  # fmt: skip
+
+
+def open_view(
+    folds: RunFolds,
+    stream: TextIO,
+    *,
+    max_steps: int,
+    cap: Callable[[], int] | None = None,
+    plain: bool = False,
+) -> View:
+    """A panel if `stream` is a terminal and `plain` is not asked for, else lines."""
+    terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
+    if terminal and not plain:
+        return LiveView(folds, Console(file=stream), max_steps=max_steps, cap=cap)
+    return PlainView(folds, stream, max_steps=max_steps)
+
+
+class PlainView:
+    """One line for the start, every step, every eval, whatever went wrong, and the end."""
+
+    def __init__(self, folds: RunFolds, stream: TextIO, *, max_steps: int) -> None:
+        self._folds, self._stream, self._max_steps = folds, stream, max_steps
+        self._broken = False
+        self._news = News()
+
+    def decided(self, at: float, event: Event, commands: Sequence[Command]) -> None:
+        if (text := self._news.of(at, event)) is not None:
+            self._line(at, text)
+        for command in commands:
+            if type(command) is FinishRun:
+                self._line(at, f"{command.status}: {command.reason}")
+
+    def row(self, row: Row) -> None:
+        self._line(row.at, row_text(row, self._max_steps))
+
+    def close(self) -> None:
+        pass
+
+    def _line(self, at: float, text: str) -> None:
+        if self._broken:
+            return
+        try:
+            self._stream.write(f"[{_seconds(at - (self._folds.run.opened_at or 0.0)):>7}] {one_line(text)}\n")
+            self._stream.flush()
+        except (OSError, ValueError):  # the reader has gone; the run has not
+            self._broken = True
+
+
+class _Notes(msgspec.Struct, frozen=True):
+    """What the panel shows: taken on the run's thread, drawn on another."""
+
+    at: float
+    step: int
+    reward: tuple[float, ...]
+    held_out: dict[str, tuple[float, ...]]
+    values: dict[str, float]
+    in_flight: tuple[int, int]
+    cap: int | None
+    queued: int
+    goodput: float | None
+    tokens: dict[str, int]
+    left_s: float | None
+    events: tuple[str, ...]
+
+
+class LiveView:
+    """A panel that redraws itself."""
+
+    def __init__(
+        self,
+        folds: RunFolds,
+        console: Console,
+        *,
+        max_steps: int,
+        cap: Callable[[], int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folds, self._max_steps, self._cap, self._clock = folds, max_steps, cap, clock
+        self._events: deque[str] = deque(maxlen=5)
+        self._news = News()
+        self._next = 0.0
+        self._noted_at = clock()
+        self._notes = self._take_notes(0.0)
+        self._live = Live(console=console, get_renderable=self.panel, refresh_per_second=4, transient=False)
+        self._live.start()
+
+    def decided(self, at: float, event: Event, commands: Sequence[Command]) -> None:
+        if (text := self._news.of(at, event)) is not None:
+            self._events.append(f"{_seconds(at - (self._folds.run.opened_at or 0.0)):>7}  {text}")
+        if at >= self._next or (commands and type(commands[-1]) is FinishRun):
+            self._next = at + _NOTE_S
+            self._noted_at = self._clock()
+            self._notes = self._take_notes(at)
+
+    def row(self, row: Row) -> None:
+        if row.kind == "eval":
+            opened = self._folds.run.opened_at or 0.0
+            self._events.append(f"{_seconds(row.at - opened):>7}  {row_text(row, self._max_steps)}")
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _take_notes(self, at: float) -> _Notes:
+        folds = self._folds
+        steps = folds.training.steps
+        held_out: dict[str, tuple[float, ...]] = {}
+        for row in folds.training.evals:
+            if (reward := row.values.get(f"eval/{row.env}/reward")) is not None:
+                held_out[row.env] = (*held_out.get(row.env, ())[-63:], reward)
+        recent = [steps[index] for index in range(max(0, len(steps) - 48), len(steps))]
+        seconds = [row.values["time/step_s"] for row in recent[-8:] if "time/step_s" in row.values]
+        last = steps[-1] if steps else None
+        left = (self._max_steps - last.step) * sum(seconds) / len(seconds) if last and seconds else None
+        settled = folds.account.settled_tokens()
+        tokens: dict[str, int] = {fate: settled[fate] for fate in _FATES if settled.get(fate)}
+        tokens["under way"] = max(0, folds.lives.sampled_tokens - sum(settled.values()))
+        return _Notes(
+            at=at - (folds.run.opened_at or 0.0),
+            step=last.step if last else 0,
+            reward=tuple(
+                row.values["train/all/reward"] for row in recent if "train/all/reward" in row.values
+            ),
+            held_out=held_out,
+            values=last.values if last else {},
+            in_flight=(folds.lives.in_flight["train"], folds.lives.in_flight["eval"]),
+            cap=self._cap() if self._cap else None,
+            queued=len(folds.lives.queue),
+            goodput=folds.account.goodput(),
+            tokens=tokens,
+            left_s=left,
+            events=tuple(self._events),
+        )
+
+    def panel(self) -> RenderableType:
+        """What is drawn now."""
+        notes, folds = self._notes, self._folds
+        running = folds.run.status is None
+        elapsed = notes.at + (self._clock() - self._noted_at if running else 0.0)
+        left = f" · about {_seconds(notes.left_s)} left" if running and notes.left_s else ""
+        head = Table.grid(padding=(0, 1), expand=True)
+        head.add_column(no_wrap=True)
+        head.add_column(ratio=1)
+        head.add_column(justify="right", no_wrap=True)
+        head.add_row(
+            Text(f"step {notes.step}/{self._max_steps}", style="bold"),
+            Bar(self._max_steps, 0, notes.step, color="green", bgcolor="grey23"),
+            Text(f"{_seconds(elapsed)}{left}", style="dim"),
+        )
+        title = Text(f" {folds.run.run_id or 'paceline'} ", style="bold")
+        if not running:
+            title.append(f"{folds.run.status} ", style="green" if folds.run.status == "done" else "yellow")
+        body = [head, Text(""), self._numbers(notes), Text(""), tokens_bar(notes.tokens)]
+        if notes.events:
+            body += [
+                Text(""),
+                *(
+                    Text(one_line(text), style="dim", no_wrap=True, overflow="ellipsis")
+                    for text in notes.events
+                ),
+            ]
+        return Panel(Group(*body), title=title, title_align="left", border_style="grey50")
+
+    @staticmethod
+    def _numbers(notes: _Notes) -> Table:
+        get = notes.values.get
+        table = Table.grid(padding=(0, 2), expand=True)
+        for _ in range(4):
+            table.add_column(no_wrap=True)
+        cap = f" of {notes.cap}" if notes.cap else ""
+        evals = f" + {notes.in_flight[1]} eval" if notes.in_flight[1] else ""
+        left = [_trend("reward", notes.reward)]
+        left += [_trend(f"held-out {env}", rewards) for env, rewards in notes.held_out.items()]
+        right: list[tuple[str, RenderableType]] = [
+            ("in flight", Text(f"{notes.in_flight[0]}{evals}{cap}, {notes.queued} queued")),
+            (
+                "staleness",
+                Text(f"{_number(get('staleness/mean'))} mean, {_number(get('staleness/max'))} max"),
+            ),
+            ("tokens/s", Text(_number(get("throughput/sampled")))),
+            (
+                "goodput",
+                Text("–" if notes.goodput is None else f"{notes.goodput:.0%} of train tokens shipped"),
+            ),
+        ]
+        nothing: tuple[str, RenderableType] = ("", Text(""))
+        for index in range(max(len(left), len(right))):
+            a = left[index] if index < len(left) else nothing
+            b = right[index] if index < len(right) else nothing
+            table.add_row(Text(a[0], style="dim"), a[1], Text(b[0], style="dim"), b[1])
+        return table
+
+
+class News:
+    """What people want to know of among thousands of events. A storm of failures is told now and then."""
+
+    def __init__(self, failure_s: float = 5.0) -> None:
+        self._failure_s = failure_s
+        self._next_failure = 0.0
+        self._untold = 0
+
+    def of(self, at: float, event: Event) -> str | None:
+        """One line about `event`, or None."""
+        match event:
+            case RolloutEnded():
+                return self._failed(at, event.rollout) if event.rollout.outcome.ending == "failed" else None
+            case RunOpened():
+                again = "" if event.resumed_from is None else f", resumed from step {event.resumed_from}"
+                return f"run {event.run_id} opened, seed {event.seed}{again}"
+            case EngineJoined():
+                return f"engine {event.info.id} joined with v{event.version}"
+            case EngineLost():
+                return f"engine {event.engine} lost: {event.error}"
+            case WeightsLoaded() if event.error is not None:
+                return f"engine {event.engine} did not load v{event.version}: {event.error}"
+            case CheckpointSaved():
+                return f"checkpoint of step {event.step} saved in {event.seconds:.1f} s"
+            case ShutdownRequested():
+                return f"shutting down: {event.why}"
+            case _:
+                return None
+
+    def _failed(self, at: float, rollout: Rollout) -> str | None:
+        if at < self._next_failure:
+            self._untold += 1
+            return None
+        self._next_failure = at + self._failure_s
+        more = f" (and {self._untold} before it)" if self._untold else ""
+        self._untold = 0
+        outcome = rollout.outcome
+        return f"{rollout.task.env} {rollout.id} failed ({outcome.cause}){more}: {outcome.detail}"
+
+
+def row_text(row: Row, max_steps: int) -> str:
+    """A row in one line."""
+    get = row.values.get
+    if row.kind == "eval":
+        prefix = f"eval/{row.env}"
+        passes = [
+            f"  {name[len(prefix) + 1 :]} {value:.3f}"
+            for name, value in row.values.items()
+            if name.startswith(f"{prefix}/pass@")
+        ]
+        reward = _number(get(f"{prefix}/reward"), 3)
+        count = int(get(f"{prefix}/rollouts", 0))
+        return f"held-out {row.env} at v{row.step}: reward {reward}{''.join(passes)}  ({count} rollouts)"
+    share = get("goodput")
+    return (
+        f"step {row.step}/{max_steps}"
+        f"  reward {_number(get('train/all/reward'), 3)}"
+        f"  length {_number(get('train/all/length'))}"
+        f"  staleness {_number(get('staleness/mean'))}/{_number(get('staleness/max'))}"
+        f"  tokens/s {_number(get('throughput/sampled'))}"
+        f"  goodput {'–' if share is None else f'{share:.0%}'}"
+        f"  step time {_number(get('time/step_s'))} s"
+    )
+
+
+def sparkline(values: Sequence[float], width: int = 24) -> str:
+    """The last `width` values as blocks, scaled to their own range."""
+    shown = list(values)[-width:]
+    if not shown:
+        return ""
+    low, high = min(shown), max(shown)
+    span = high - low or 1.0
+    return "".join(_SPARK[round((value - low) / span * (len(_SPARK) - 1))] for value in shown)
+
+
+def tokens_bar(tokens: dict[str, int], width: int = 60) -> RenderableType:
+    """Where tokens went: one bar and its legend."""
+    total = sum(tokens.values())
+    if not total:
+        return Text("no tokens sampled yet", style="dim")
+    bar, legend = Text("tokens  ", style="dim"), Text("        ")
+    done = cells = 0
+    for place, count in tokens.items():
+        if not count:
+            continue
+        done += count
+        until = round(done / total * width)
+        bar.append("█" * (until - cells), style=_COLOURS[place])
+        cells = until
+        legend.append("■ ", style=_COLOURS[place])
+        legend.append(f"{place.replace('_', ' ')} {count / total:.0%}  ", style="dim")
+    bar.append(f"  {total:,}", style="dim")
+    return Group(bar, legend)
+
+
+def _trend(name: str, values: Sequence[float]) -> tuple[str, RenderableType]:
+    if not values:
+        return name, Text("–")
+    text = Text(f"{values[-1]:.3f} ", style="bold")
+    text.append(sparkline(values), style="green")
+    if len(values) > 1:
+        text.append(f" from {values[0]:.3f}", style="dim")
+    return name, text
+
+
+def _number(value: float | None, digits: int = 1) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}f}"
+
+
+def _seconds(seconds: float) -> str:
+    seconds = max(0.0, seconds)
+    if seconds < 100:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{rest:02}s"
+
+
+def one_line(text: str) -> str:
+    """Printable and short: errors quote foreign text, and no control character of it may reach a terminal."""
+    clean = "".join(character if character.isprintable() else " " for character in text)
+    return clean if len(clean) <= 160 else f"{clean[:160]}…"
