@@ -1,109 +1,76 @@
-"""How a run stands or ended: RUN/status.json, and the exit code that agrees with it."""
+"""How a run ended: decided once, written once, and in agreement with the exit code."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import socket
-import time
+import logging
 from collections.abc import Callable
-from pathlib import Path
-from typing import Literal
+from typing import Literal, Self, TypeAlias
 
-import msgspec
+from paceline.errors import ConfigError, PacelineError
 
-from paceline.errors import ConfigError, WireError
+log = logging.getLogger(__name__)
 
-State = Literal["running", "done", "stopped", "failed"]
-
-
-class RunStatus(msgspec.Struct, frozen=True, gc=False):
-    """What status.json holds."""
-
-    status: State
-    reason: str = ""
-    exit_code: int | None = None
-    """None while it runs."""
-    started: float = 0.0
-    """Seconds since the epoch, as `ended`."""
-    ended: float | None = None
-    pid: int = 0
-    host: str = ""
+FinalState: TypeAlias = Literal["done", "stopped", "failed"]
 
 
-class StatusFile:
-    """Keeps RUN/status.json: `running` from construction on, then one final status, once.
+class FinalStatus:
+    """Sets a run's final status, the first cause of its end, and knows the exit code.
 
-    Use as a context manager around everything a run does, set-up and finalising included: an exception that
-    passes through becomes the final status, and goes on.
+    Use as a context manager around everything a run does, set-up and finalising included: what passes through as
+    an exception becomes the final status, and goes on. `write` makes a status durable (RUN/status.json).
     """
 
-    def __init__(self, run_dir: Path, clock: Callable[[], float] = time.time) -> None:
-        self._path, self._clock = run_dir / "status.json", clock
-        self._status = RunStatus(
-            status="running", started=clock(), pid=os.getpid(), host=socket.gethostname()
-        )
-        _write(self._path, self._status)
+    def __init__(self, write: Callable[[FinalState, str], None]) -> None:
+        self._write = write
+        self.state: FinalState | None = None
+        """None while the run goes on."""
+        self.reason = ""
+        self.exit_code: int | None = None
 
-    @property
-    def status(self) -> RunStatus:
-        return self._status
+    def finish(self, state: FinalState, reason: str) -> int:
+        """The run has ended this way, unless it had ended before. Returns the exit code.
 
-    def finish(self, status: State, reason: str) -> int:
-        """Set the final status, unless there is one: the first cause stands. Returns the exit code."""
-        if self._status.exit_code is not None:
-            return self._status.exit_code
-        code = 1 if status == "failed" else 0
-        return self._finish(status, reason, code)
+        Raises what `write` raises: a success that cannot be recorded is a failure.
+        """
+        return self._end(state, reason, 1 if state == "failed" else 0)
 
     def fail(self, error: BaseException) -> int:
-        """Set the final status by what ended the run. Returns the exit code."""
-        if self._status.exit_code is not None:
-            return self._status.exit_code
-        if isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
-            return self._finish("stopped", "interrupted", 0)
-        if isinstance(error, SystemExit):
-            code = error.code if isinstance(error.code, int) else int(error.code is not None)
-            return self._finish("failed" if code else "stopped", f"exit with code {code}", code)
-        return self._finish("failed", describe(error), 2 if isinstance(_first(error), ConfigError) else 1)
+        """The run was ended by `error`, unless it had ended before. Returns the exit code; never raises."""
+        try:
+            if isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
+                return self._end("stopped", "interrupted", 0)
+            if isinstance(error, SystemExit):
+                code = error.code if isinstance(error.code, int) else int(error.code is not None)
+                return self._end("failed" if code else "stopped", f"exit with code {code}", code)
+            return self._end("failed", describe(error), 2 if isinstance(_first(error), ConfigError) else 1)
+        except (OSError, PacelineError) as unwritten:
+            log.error("the final status could not be written: %s", unwritten)
+            self.exit_code = self.exit_code or 1
+            return self.exit_code
 
-    def __enter__(self) -> StatusFile:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
         if error is not None:
             self.fail(error)
-        elif self._status.exit_code is None:
+        elif self.state is None:
             self.finish("failed", "the run ended without saying how")
 
-    def _finish(self, status: State, reason: str, code: int) -> int:
-        self._status = msgspec.structs.replace(
-            self._status, status=status, reason=reason, exit_code=code, ended=self._clock()
-        )
-        _write(self._path, self._status)
+    def _end(self, state: FinalState, reason: str, code: int) -> int:
+        if self.exit_code is not None:
+            return self.exit_code
+        self._write(state, reason)
+        self.state, self.reason, self.exit_code = state, reason, code
         return code
-
-
-def read_status(run_dir: Path) -> RunStatus:
-    """The status of a run; one that was `running` in a process that is gone has failed. WireError if unreadable."""
-    path = run_dir / "status.json"
-    try:
-        status = msgspec.json.decode(path.read_bytes(), type=RunStatus)
-    except (OSError, msgspec.DecodeError) as error:
-        raise WireError(f"{path}: cannot be read: {error}") from error
-    if status.status == "running" and status.host == socket.gethostname() and not _is_alive(status.pid):
-        return msgspec.structs.replace(
-            status, status="failed", reason=f"its process {status.pid} is gone: it was killed", exit_code=137
-        )
-    return status
 
 
 def describe(error: BaseException) -> str:
     """One line or a few: the first error of a group, by name unless it is ours, with its cause."""
     error = _first(error)
     text = str(error) or type(error).__name__
-    ours = type(error).__module__.startswith("paceline.")
+    ours = isinstance(error, PacelineError)
     told = text if ours or text == type(error).__name__ else f"{type(error).__name__}: {text}"
     cause = error.__cause__
     if cause is None or str(cause) in told:
@@ -115,29 +82,3 @@ def _first(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def _write(path: Path, status: RunStatus) -> None:
-    """Atomically: a reader sees the old status or the new one, also after a crash in between."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    data = msgspec.json.format(msgspec.json.encode(status), indent=2) + b"\n"
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
