@@ -23,7 +23,7 @@ from embedded_kit import (
 )
 from safetensors.torch import load_file, save_file
 
-from paceline.engines.embedded.scheduler import Request
+from paceline.engines.embedded.scheduler import Request, RequestError
 from paceline.errors import ConfigError, WireError
 
 pytestmark = pytest.mark.torch
@@ -218,6 +218,10 @@ def test_old_kv_is_kept_on_request_and_then_never_found_by_others(model: Path, o
     later = driver.ask("later", kept.ids[:-1])
     assert later.cached_tokens == 0
     assert worst_error(other, later) < EXACT
+    # The first blocks are there now, of the new weights; nothing of the old ones must hang on behind them.
+    again = driver.ask("again", kept.ids[:-1])
+    assert again.cached_tokens > 0
+    assert worst_error(other, again) < EXACT
 
 
 def test_a_label_that_follows_the_weights_names_the_tokens_already_sampled_from_them(
@@ -271,7 +275,7 @@ def test_weights_of_another_arithmetic_or_with_tensors_to_spare_are_refused(
     with pytest.raises(WireError, match=r"norm_eps is 0.5, but this engine runs 1e-06"):
         engine.load(tmp_path)
     (tmp_path / "config.json").unlink()  # weights alone are enough
-    assert engine.load(tmp_path).spec == engine.decoder.spec
+    assert engine.load(tmp_path).spec == engine.spec
     spoil(tmp_path, "model.layers.0.self_attn.q_proj.bias", torch.zeros(64))
     with pytest.raises(WireError, match=r"holds tensor model.layers.0.self_attn.q_proj.bias"):
         engine.load(tmp_path)
@@ -408,7 +412,7 @@ def test_max_tokens_beyond_the_context_is_clamped(model: Path) -> None:
     ids=["empty", "too long", "beyond", "negative"],
 )
 def test_a_prompt_that_cannot_be_served_is_refused(model: Path, prompt: list[int], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(RequestError, match=says):
         Driver(model, max_model_len=50).add("a", prompt)
 
 

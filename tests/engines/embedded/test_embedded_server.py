@@ -187,8 +187,9 @@ async def test_a_request_that_cannot_be_honoured_is_refused_by_name(
 
 
 async def test_bad_json_and_an_unknown_model_are_refused(client: Client) -> None:
-    async with client.session.post("/v1/completions", data=b"{nonsense") as reply:
-        assert reply.status == 400
+    for body in (b"{nonsense", b'{"prompt": [5], "user": "\xff"}', b""):
+        async with client.session.post("/v1/completions", data=body) as reply:
+            assert reply.status == 400
     assert "'other'" in await client.post("/v1/completions", {"prompt": [5], "model": "other"}, status=404)
     assert "sampling_params" in await client.post("/inference/v1/generate", {"token_ids": [5]}, status=400)
 
@@ -229,7 +230,7 @@ async def test_a_client_that_hangs_up_frees_its_place(client: Client) -> None:
 
 
 async def test_an_id_in_flight_cannot_be_used_twice(client: Client) -> None:
-    await client.post("/pause?mode=keep")
+    await client.post("/pause?mode=keep&clear_cache=false")
     async with asyncio.TaskGroup() as tasks:
         first = tasks.create_task(client.generate([5], "same"))
         await client.until("vllm:num_requests_waiting", lambda waiting: waiting == 1)

@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from paceline.engines.embedded.model import AttentionGroup, Batch, Decoder, ModelSpec, eos_ids
+from paceline.engines.embedded.model import AttentionGroup, Batch, Decoder
 from paceline.engines.embedded.options import EngineOptions
 from paceline.engines.embedded.sampling import SamplingParams, sample, splitmix64, uniforms
-from paceline.engines.embedded.scheduler import FinishReason, Request, Scheduler
+from paceline.engines.embedded.scheduler import FinishReason, Request, RequestError, Scheduler
+from paceline.engines.embedded.weights import ModelSpec, eos_ids, read_weights
 from paceline.errors import ConfigError, InvariantError
 
 PauseMode = Literal["abort", "wait", "keep"]
@@ -33,11 +34,8 @@ class Engine:
 
     def __init__(self, options: EngineOptions) -> None:
         model, self.block_size, self._dtype = Path(options.model), options.block_size, DTYPES[options.dtype]
-        self.options, spec, self.num_blocks = (
-            options,
-            ModelSpec.read(model),
-            options.kv_tokens // self.block_size,
-        )
+        self.options, self.spec = options, ModelSpec.read(model)
+        spec, self.num_blocks = self.spec, options.kv_tokens // self.block_size
         capacity = self.num_blocks * self.block_size
         self.max_len = options.max_model_len or min(spec.max_positions, capacity)
         if not 2 <= self.max_len <= min(spec.max_positions, capacity):
@@ -45,7 +43,7 @@ class Engine:
                 f"max_model_len {self.max_len} must be at least 2 and fit the model's {spec.max_positions} positions "
                 f"and the KV cache's {capacity} tokens: lower it, or raise kv_tokens"
             )
-        self.decoder = Decoder(model, self._dtype, self.max_len)
+        self.decoder = self.load(model)
         self.scheduler = Scheduler(
             self.num_blocks, self.block_size, options.max_num_seqs, options.max_batched_tokens, self.max_len
         )
@@ -59,7 +57,7 @@ class Engine:
         self.held: deque[Request] = deque()
         """Arrived while paused; they wait for `resume`."""
         self._keeps_kv = False
-        self._on_idle: list[Callable[[], None]] = []
+        self._on_idle: list[Callable[[], object]] = []
         self._labels, self._arrivals = [options.weight_version], 0
 
     # ---- requests
@@ -69,22 +67,24 @@ class Engine:
         id: str,
         prompt: Sequence[int],
         params: SamplingParams,
-        on_done: Callable[[Request], None],
+        on_done: Callable[[Request], object],
         salt: str | None = None,
     ) -> Request:
-        """A checked request, not yet added. ValueError says what is wrong with it."""
-        vocab = self.decoder.spec.vocab_size
+        """A checked request, not yet added. RequestError says what is wrong with it."""
+        vocab = self.spec.vocab_size
         if not prompt:
-            raise ValueError("the prompt is empty: at least one token is needed")
+            raise RequestError("the prompt is empty: at least one token is needed")
         if len(prompt) >= self.max_len:
-            raise ValueError(
+            raise RequestError(
                 f"the prompt has {len(prompt)} tokens, but prompt and output together are limited to {self.max_len}"
             )
         for token in (*prompt, *(params.stop_token_ids or ())):
             if not 0 <= token < vocab:
-                raise ValueError(f"token id {token} is out of vocabulary: the model has ids 0 to {vocab - 1}")
+                raise RequestError(
+                    f"token id {token} is out of vocabulary: the model has ids 0 to {vocab - 1}"
+                )
         if params.stop_strings and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and the model directory has no tokenizer.json")
+            raise RequestError("stop strings need a tokenizer, and the model directory has no tokenizer.json")
         self._arrivals += 1
         own = self.options.seed * 2**32 + self._arrivals
         return Request(
@@ -138,7 +138,7 @@ class Engine:
     def weight_version(self) -> str:
         return self._labels[-1]
 
-    def pause(self, mode: PauseMode, clear_cache: bool, on_paused: Callable[[], None]) -> None:
+    def pause(self, mode: PauseMode, clear_cache: bool, on_paused: Callable[[], object]) -> None:
         """`keep` freezes requests, `abort` ends them, `wait` lets them end; `on_paused` is called after that."""
         self.paused, self._keeps_kv = mode, not clear_cache
         if mode == "abort":
@@ -159,7 +159,7 @@ class Engine:
 
     def load(self, directory: Path) -> Decoder:
         """Read and check new weights; the running ones stay. WireError names what does not fit."""
-        return Decoder(directory, self._dtype, self.max_len, self.decoder.spec)
+        return Decoder(self.spec, read_weights(directory, self.spec), self._dtype, self.max_len)
 
     def swap(self, decoder: Decoder, version: str | None = None) -> None:
         """Sample from these weights from the next step on. No version: the label stays until `relabel`."""

@@ -23,6 +23,10 @@ from paceline.engines.embedded.sampling import SamplingParams
 FinishReason = Literal["stop", "length", "abort"]
 
 
+class RequestError(ValueError):
+    """A request that cannot be served as it is; whoever sent it must change it."""
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
     """One sequence, from arrival to result."""
@@ -38,7 +42,7 @@ class Request:
     eos: frozenset[int]
     stop_ids: frozenset[int]
     salt: str | None
-    on_done: Callable[[Request], None]
+    on_done: Callable[[Request], object]
     arrived: float
     """This and the times below are seconds on the monotonic clock."""
     first_run: float = 0.0

@@ -28,7 +28,7 @@ from paceline.engines.embedded.engine import Engine, PauseMode
 from paceline.engines.embedded.model import Decoder
 from paceline.engines.embedded.options import EngineOptions
 from paceline.engines.embedded.sampling import SamplingParams
-from paceline.engines.embedded.scheduler import Request
+from paceline.engines.embedded.scheduler import Request, RequestError
 from paceline.errors import ConfigError, InvariantError, WireError
 
 T = TypeVar("T")
@@ -96,23 +96,23 @@ class EngineThread:
         """Run `function` on the engine thread, between two steps."""
         return await self.answer(lambda reply: reply(function()))
 
-    async def answer(self, function: Callable[[Callable[[T], None]], object]) -> T:
+    async def answer(self, function: Callable[[Callable[[T], object]], object]) -> T:
         """Like `call`, for a function that replies later, from the engine thread."""
         future: asyncio.Future[T] = self._loop.create_future()
 
         def deliver(result: T) -> None:
-            if not future.done():
+            if not future.done():  # it is, if the caller has been cancelled
                 future.set_result(result)
 
-        self._inbox.put(lambda: function(lambda result: self._post_back(deliver, result)))
+        self._inbox.put(lambda: function(lambda result: self._loop.call_soon_threadsafe(deliver, result)))
         either: list[asyncio.Future[Any]] = [future, self.failed]
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if not future.done():
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            future.cancel()  # nothing, if it has its result
+        if future.cancelled():
             raise web.HTTPInternalServerError(text=f"the engine ended: {self.failed.exception()!r}")
         return future.result()
-
-    def _post_back(self, deliver: Callable[[T], None], result: T) -> None:
-        self._loop.call_soon_threadsafe(deliver, result)
 
     def post(self, function: Callable[[], object]) -> None:
         self._inbox.put(function)
@@ -127,6 +127,8 @@ class Server:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.model_name = engine, engine.options.served_model_name
+        token = engine.options.token
+        self._secret = f"Bearer {token}".encode() if token else b""
         self.thread = EngineThread(engine)
         self._live: set[str] = set()
         self._staged: Decoder | None = None
@@ -158,16 +160,12 @@ class Server:
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        token, given = self.engine.options.token, request.headers.get("Authorization", "")
-        if (
-            token
-            and request.path != "/health"
-            and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode())
-        ):
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if self._secret and request.path != "/health" and not hmac.compare_digest(given, self._secret):
             return _error(401, "a Bearer token is needed")
         try:
             return await handler(request)
-        except (ValueError, msgspec.DecodeError) as error:
+        except (RequestError, msgspec.DecodeError, UnicodeDecodeError) as error:
             return _error(400, str(error))
         except (ConfigError, WireError) as error:
             return _error(422, str(error))
@@ -181,22 +179,19 @@ class Server:
         prompt = body.prompt
         if isinstance(prompt, str):
             if self.engine.tokenizer is None:
-                raise ValueError(
+                raise RequestError(
                     "a text prompt needs a tokenizer, and the model has none: send a list of token ids"
                 )
             prompt = self.engine.tokenizer.encode(prompt).ids
         for token in prompt:
             if type(token) is not int:
-                raise ValueError(
+                raise RequestError(
                     f"prompt must be one list of token ids, and holds {token!r}: send one request a prompt"
                 )
-        done = await self._run(http, "cmpl-", body.request_id, body.model, prompt, body, body.cache_salt)
-        choice: dict[str, Any] = {
-            "index": 0,
-            "text": self.engine.text(done),
-            "logprobs": None,
-            **_ending(done),
-        }
+        done = await self._run(http, body, "cmpl-", prompt, body)
+        choice: dict[str, Any] = {"index": 0, "text": self.engine.text(done), "logprobs": None} | _ending(
+            done
+        )
         if body.logprobs is not None:
             tokens = [f"token_id:{id}" for id in done.output]
             choice["logprobs"] = {"tokens": tokens, "token_logprobs": done.logprobs}
@@ -206,9 +201,7 @@ class Server:
 
     async def generate(self, http: web.Request) -> web.Response:
         body = msgspec.json.decode(await http.read(), type=GenerateBody)
-        done = await self._run(
-            http, "", body.request_id, body.model, body.token_ids, body.sampling_params, body.cache_salt
-        )
+        done = await self._run(http, body, "", body.token_ids, body.sampling_params)
         output = done.output
         content = [
             {"token": f"token_id:{id}", "token_id": id, "logprob": logprob}
@@ -224,26 +217,24 @@ class Server:
     async def _run(
         self,
         http: web.Request,
+        body: CompletionBody | GenerateBody,
         prefix: str,
-        own_id: str | None,
-        model: str | None,
         prompt: list[int],
         params: SamplingParams,
-        salt: str | None,
     ) -> Request:
-        if model not in (None, self.model_name):
+        if body.model not in (None, self.model_name):
             raise web.HTTPNotFound(
-                text=f"the model {model!r} does not exist: this engine serves {self.model_name!r}"
+                text=f"there is no model {body.model!r}: this engine serves {self.model_name!r}"
             )
-        id = prefix + (http.headers.get("X-Request-Id") or own_id or uuid.uuid4().hex)
+        id = prefix + (http.headers.get("X-Request-Id") or body.request_id or uuid.uuid4().hex)
         if id in self._live:
-            raise ValueError(f"request {id} is already in flight")
+            raise RequestError(f"request {id} is already in flight")
 
-        def start(reply: Callable[[Request], None]) -> None:
+        def start(reply: Callable[[Request], object]) -> None:
             request.on_done = reply
             self.engine.add(request)
 
-        request = self.engine.request(id, prompt, params, lambda _request: None, salt)
+        request = self.engine.request(id, prompt, params, lambda _request: None, body.cache_salt)
         self._live.add(id)
         try:
             return await self.thread.answer(start)
@@ -310,7 +301,7 @@ class Server:
         mode: PauseMode = msgspec.convert(http.query.get("mode", "abort"), PauseMode)
         clear = msgspec.convert(http.query.get("clear_cache", "true"), bool, strict=False)
 
-        def pause(reply: Callable[[str], None]) -> None:
+        def pause(reply: Callable[[str], object]) -> None:
             self.engine.pause(mode, clear, lambda: reply("paused"))
 
         return _json({"status": await self.thread.answer(pause)})
@@ -352,7 +343,7 @@ class Server:
     async def collective_rpc(self, http: web.Request) -> web.Response:
         body = await _object(http, {"method", "kwargs", "args", "timeout"})
         if body.get("method") != "reload_weights":
-            raise ValueError(f"collective_rpc knows reload_weights only, not {body.get('method')!r}")
+            raise RequestError(f"collective_rpc knows reload_weights only, not {body.get('method')!r}")
         decoder = await self._load(body.get("kwargs"), "weights_path", "kwargs")
         await self.thread.call(lambda: self.engine.swap(decoder))
         return _json({"results": [None]})
@@ -384,30 +375,28 @@ class Server:
         """Weights and version change together, between two steps; without loaded weights neither does."""
         version, staged = await _text_field(http, "weight_version"), self._staged
         if staged is None:
-            raise web.HTTPConflict(
-                text="no weights were loaded since /start_weight_update: the version stays"
-            )
+            raise web.HTTPConflict(text="no weights were loaded since /start_weight_update: nothing changes")
         self._updating, self._staged = False, None
         await self.thread.call(lambda: self.engine.swap(staged, version))
         return _json({"message": "weight update finished", "weight_version": version})
 
     async def _load(self, fields: object, name: str, where: str) -> Decoder:
         if not isinstance(fields, dict) or set(fields) != {name} or not isinstance(fields[name], str):
-            raise ValueError(f'{where} must be {{"{name}": DIRECTORY}}, not {fields!r}')
+            raise RequestError(f'{where} must be {{"{name}": DIRECTORY}}, not {fields!r}')
         return await asyncio.to_thread(self.engine.load, Path(fields[name]))
 
 
 async def _object(http: web.Request, known: set[str]) -> dict[str, Any]:
     body = msgspec.json.decode(await http.read() or b"{}", type=dict[str, Any])
     if unknown := body.keys() - known:
-        raise ValueError(f"unknown field {min(unknown)!r}; known are {', '.join(sorted(known))}")
+        raise RequestError(f"unknown field {min(unknown)!r}; known are {', '.join(sorted(known))}")
     return body
 
 
 async def _text_field(http: web.Request, name: str) -> str:
     value = (await _object(http, {name})).get(name)
     if not isinstance(value, str):
-        raise ValueError(f"{name} must be a string, not {value!r}")
+        raise RequestError(f"{name} must be a string, not {value!r}")
     return value
 
 
