@@ -452,9 +452,11 @@ class World:
     def _cut_batch(self) -> None:
         step = self._cut + 1
         oldest = step - 1 - self.shape.bound
-        before = len(self._verdicts)
-        self._verdicts = deque(entry for entry in self._verdicts if (entry[1].oldest_version or 0) >= oldest)
-        self._places -= before - len(self._verdicts)
+        for entry in [entry for entry in self._verdicts if (entry[1].oldest_version or 0) < oldest]:
+            self._verdicts.remove(entry)
+            self._places -= 1
+            tokens = sum(s.trainable_tokens for s in entry[0].samples)
+            self._out.append(do.NoteStale(entry[1].id, "dropped", tokens, "too old for the next step"))
         may = step <= self.shape.steps and step - 1 - min(self.held.values()) <= self.shape.lag
         if may and len(self._verdicts) >= self.shape.batch:
             taken = [self._verdicts.popleft() for _ in range(self.shape.batch)]

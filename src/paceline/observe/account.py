@@ -135,14 +135,17 @@ def split_tokens(life: Life, shipped: Shipped | None) -> list[tuple[Place, int]]
     is `stale`.
     """
     fate: Place = life.fate or "failed"
-    rest = life.tokens if life.ships is None else life.ships
-    if life.ships is None and shipped is not None:  # a journal may keep samples of the batch alone
-        rest = max(shipped.trained, life.tokens - shipped.cut)
-    parts: list[tuple[Place, int]] = [(fate, rest)]
-    if fate == "shipped" and shipped is not None and shipped.trained < rest:
-        parts = [(fate, shipped.trained), ("stale", rest - shipped.trained)]
-    if rest < life.tokens:
-        parts.append(("overlong", life.tokens - rest))
+    held = life.tokens if life.ships is None else life.ships
+    masked = 0 if fate == "stale" else min(life.masked, held)
+    if fate == "shipped" and shipped is not None:
+        if life.ships is None:  # nobody told what its samples hold: the batch does
+            held = max(shipped.trained, life.tokens - shipped.cut)
+        masked = max(0, held - shipped.trained)
+    parts: list[tuple[Place, int]] = [(fate, held - masked)]
+    if masked:
+        parts.append(("stale", masked))
+    if held < life.tokens:
+        parts.append(("overlong", life.tokens - held))
     return parts
 
 

@@ -31,7 +31,10 @@ class Conversation(msgspec.Struct, frozen=True):
 
 
 class Conversations(Fold):
-    """Keeps the last `recent` rollouts of every environment and split, and the first one that was scored."""
+    """Picks rollouts: the first of every environment and split that was scored, the best and worst of the last.
+
+    A journal keeps messages apart from its events: fetch the picked rollouts whole to show them.
+    """
 
     def __init__(self, recent: int = 48) -> None:
         self._recent = recent
@@ -43,25 +46,27 @@ class Conversations(Fold):
 
     def _ended(self, at: float, event: RolloutEnded) -> None:
         rollout = event.rollout
-        if rollout.reward is None or not rollout.messages:
+        if rollout.reward is None:
             return
         key = (rollout.task.env, rollout.task.split)
         self._first.setdefault(key, rollout)
         self._last.setdefault(key, deque(maxlen=self._recent)).append(rollout)
 
-    def chosen(self) -> list[Conversation]:
-        """Train before eval, by environment: the first, then the last ones' best and worst."""
-        chosen = []
+    def picks(self) -> list[tuple[str, Rollout]]:
+        """Train before eval, by environment; each with why it was picked."""
+        picks = []
         for key in sorted(self._first, key=lambda key: (key[1] != "train", key[0])):
             last = sorted(self._last[key], key=lambda rollout: rollout.reward or 0.0)
-            picks = [("first of the run", self._first[key])]
-            picks += [("best of the last", last[-1]), ("worst of the last", last[0])]
             seen = set()
-            for label, rollout in picks:
+            for label, rollout in (
+                ("first of the run", self._first[key]),
+                ("best of the last", last[-1]),
+                ("worst of the last", last[0]),
+            ):
                 if rollout.id not in seen:
                     seen.add(rollout.id)
-                    chosen.append(conversation(label, rollout))
-        return chosen
+                    picks.append((label, rollout))
+        return picks
 
 
 def conversation(label: str, rollout: Rollout) -> Conversation:

@@ -35,6 +35,7 @@ from paceline.domain.rollout import Rollout
 from paceline.observe.monitor import View
 from paceline.observe.rows import Row
 from paceline.observe.run import RunFolds
+from paceline.observe.sinks.pump import Outbox
 
 _NOTE_S = 0.25
 _SPARK = "▁▂▃▄▅▆▇█"
@@ -78,8 +79,10 @@ class PlainView:
 
     def __init__(self, folds: RunFolds, stream: TextIO, *, max_steps: int) -> None:
         self._folds, self._stream, self._max_steps = folds, stream, max_steps
-        self._broken = False
         self._news = News()
+        self._broken = False
+        # A pipe whose reader has stopped reading blocks whoever writes: let that be another thread.
+        self._lines: Outbox[str] = Outbox("lines", self._print, lambda: None, size=4096)
 
     def decided(self, at: float, event: Event, commands: Sequence[Command]) -> None:
         if (text := self._news.of(at, event)) is not None:
@@ -92,13 +95,17 @@ class PlainView:
         self._line(row.at, row_text(row, self._max_steps))
 
     def close(self) -> None:
-        pass
+        self._lines.finish()
+        self._lines.join(1.0)
 
     def _line(self, at: float, text: str) -> None:
+        self._lines.put(f"[{_seconds(at - (self._folds.run.opened_at or 0.0)):>7}] {one_line(text)}\n")
+
+    def _print(self, line: str) -> None:
         if self._broken:
             return
         try:
-            self._stream.write(f"[{_seconds(at - (self._folds.run.opened_at or 0.0)):>7}] {one_line(text)}\n")
+            self._stream.write(line)
             self._stream.flush()
         except (OSError, ValueError):  # the reader has gone; the run has not
             self._broken = True

@@ -1,12 +1,9 @@
 """The life of every rollout, from its start to its fate: the one place that pieces it together.
 
-        StartRollout        RolloutEnded         GroupProcessed            ShipBatch, FinishRun
+        StartRollout        RolloutEnded         GroupProcessed            ShipBatch, NoteStale, FinishRun
     ────────┬───────────────────┬─────────────────────┬──────────────────────────┬──────────
             in flight           its group is open     queued (if it may train)   settled
             ▲ TurnRequested, SegmentEnded             └ else settled at once
-
-Batches are cut from the front of the batch list. So a queued rollout that a cut passes over had left the list
-before, and only staleness takes one off it: that is how a drop shows, one cut late.
 
 The account, the training rows and the length bias watch these changes instead of reading events themselves, so
 that they cannot disagree about what became of a rollout. Memory: what has not settled.
@@ -17,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from paceline.domain.batch import Batch
-from paceline.domain.commands import FinishRun, SaveCheckpoint, ShipBatch, StartRollout
+from paceline.domain.commands import FinishRun, NoteStale, SaveCheckpoint, ShipBatch, StartRollout
 from paceline.domain.events import GroupProcessed, RolloutEnded, RunOpened, SegmentEnded, TurnRequested
 from paceline.domain.group import Fate, GroupResult, Verdict
 from paceline.domain.ids import EngineId, EnvName, GroupId, RolloutId, Version
@@ -33,7 +30,7 @@ class Life:
 
     __slots__ = (
         "advantage", "cached", "cause", "context", "ended", "ending", "engine", "env", "env_s", "fate", "flags",
-        "gate_s", "id", "model_s", "newest", "oldest", "prefill", "prefix", "recomputed", "reward", "rewards",
+        "gate_s", "id", "masked", "model_s", "newest", "oldest", "prefill", "prefix", "recomputed", "reward", "rewards",
         "ships", "split", "started", "tokens", "turns", "version",
     )  # fmt: skip
 
@@ -49,6 +46,8 @@ class Life:
         """Sampled so far, by every request that answered."""
         self.ships: int | None = None
         """Those of them that its samples hold, once it is queued; the rest was cut off."""
+        self.masked = 0
+        """Those of `ships` that no longer train because they are too old."""
         self.turns = 0
         self.context = 0
         """Prompt tokens of the request that was asked for last."""
@@ -145,6 +144,7 @@ class Lives(Fold):
             RolloutEnded: self._rollout_ended,
             GroupProcessed: self._group_processed,
             ShipBatch: self._ship,
+            NoteStale: self._stale,
             SaveCheckpoint: self._checkpoint,
             FinishRun: self._finish,
         }
@@ -253,20 +253,17 @@ class Lives(Fold):
 
     def _ship(self, at: float, command: ShipBatch) -> None:
         taken = taken_of(command.batch)
-        owed = {rollout for rollout in command.batch.rollouts if rollout in self.queue}
-        passed: list[Life] = []
-        for life in self.queue.values():
-            if not owed:
-                break
-            if life.id in owed:
-                owed.remove(life.id)
-            else:
-                passed.append(life)
-        for life in passed:
-            self._settle(at, life, "stale")
         for rollout in command.batch.rollouts:
-            if (queued := self.queue.get(rollout)) is not None:
-                self._settle(at, queued, "shipped", taken.get(rollout))
+            if (life := self.queue.get(rollout)) is not None:
+                self._settle(at, life, "shipped", taken.get(rollout))
+
+    def _stale(self, at: float, command: NoteStale) -> None:
+        if (life := self.queue.get(command.rollout)) is None:
+            return
+        if command.action == "dropped":
+            self._settle(at, life, "stale")
+        elif command.action == "masked":
+            life.masked += command.tokens
 
     def _checkpoint(self, at: float, command: SaveCheckpoint) -> None:
         self._queued_at[command.step] = frozenset(self.queue)

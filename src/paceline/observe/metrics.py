@@ -59,6 +59,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("tokens/prefill_cached", "tokens", "Prompt tokens whose KV they still had."),
     Metric("tokens/prefill_recomputed", "tokens", "Computed although an engine had had them for the same rollout."),
     Metric("tokens/to/<fate>", "tokens", "Tokens that settled since the batch before, by where they went."),
+    Metric("tokens/stale_trained", "tokens", "Found staler than the bound since the batch before; they train all the same."),
     Metric("goodput", "share", "Tokens shipped so far / tokens sampled for training so far, in flight included."),
     Metric("throughput/sampled", "tokens/s", "tokens/sampled over time/step_s."),
     Metric("throughput/shipped", "tokens/s", "Trained tokens of the batch over time/step_s."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol, Self
@@ -13,6 +14,8 @@ from paceline.domain.load import EngineLoad
 from paceline.observe.rows import Row
 from paceline.observe.run import RunFolds
 from paceline.observe.sinks.pump import SinkPump
+
+_log = logging.getLogger("paceline.observe")
 
 _NOW_S = 1.0  # seconds between rows of the moment: what a scraper is shown
 
@@ -39,6 +42,7 @@ class Monitor:
         self._pump = pump
         self._view = view
         self._fold = folds.apply
+        self._is_off = False
         self._next_now = 0.0
         self._loads: dict[EngineId, EngineLoad] = {}
         folds.training.listen(self._row)
@@ -52,7 +56,19 @@ class Monitor:
         self.close()
 
     def apply(self, at: float, event: Event, commands: Sequence[Command]) -> None:
-        """Take in one decision."""
+        """Take in one decision. Never raises: a fold or a view that does is switched off, with the cause logged."""
+        if self._is_off:
+            return
+        try:
+            self._take(at, event, commands)
+        except Exception:
+            # Our bug, but no reason to end a training run: the journal has everything, the report can be made again.
+            self._is_off = True
+            _log.exception(
+                "monitoring failed on %s and is off from here on; the run goes on", type(event).__name__
+            )
+
+    def _take(self, at: float, event: Event, commands: Sequence[Command]) -> None:
         self._fold(at, event, commands)
         if type(event) is LoadReported and event.load is not None:
             self._loads[event.engine] = event.load

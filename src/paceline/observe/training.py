@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from paceline.domain.batch import Batch
-from paceline.domain.commands import FinishRun, ReportEval, ShipBatch
+from paceline.domain.commands import FinishRun, NoteStale, ReportEval, ShipBatch
 from paceline.domain.events import BatchShipped, RunOpened, StepTrained, WeightsLoaded
 from paceline.domain.group import GroupResult
 from paceline.domain.ids import EnvName, RolloutId, Version
@@ -51,6 +51,7 @@ class Training(LifeWatcher, Fold):
         self._cut_at: float | None = None
         self._before: dict[str, float] = {}
         self._updates: list[float] = []
+        self._stale_trained = 0
         lives.watch(self)
 
     def listen(self, listener: Callable[[Row], None]) -> None:
@@ -65,6 +66,7 @@ class Training(LifeWatcher, Fold):
             StepTrained: self._step_trained,
             WeightsLoaded: self._weights_loaded,
             ReportEval: self._report_eval,
+            NoteStale: self._note_stale,
             FinishRun: self._finish,
         }
 
@@ -114,6 +116,7 @@ class Training(LifeWatcher, Fold):
         values["in_flight/train"] = self._lives.in_flight["train"]
         values["in_flight/eval"] = self._lives.in_flight["eval"]
         values["queued"] = len(self._lives.queue)
+        values["tokens/stale_trained"], self._stale_trained = self._stale_trained, 0
         self._open[batch.step] = _Open(values)
         self._windows, self._oldest, self._updates = {}, {}, []
         self._cut_at = at
@@ -209,6 +212,10 @@ class Training(LifeWatcher, Fold):
         )
         self.evals.append(row)
         self._emit(row)
+
+    def _note_stale(self, at: float, command: NoteStale) -> None:
+        if command.action == "trained":
+            self._stale_trained += command.tokens
 
     def _finish(self, at: float, command: FinishRun) -> None:
         self._flush(at)

@@ -11,20 +11,17 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Sequence
 from importlib.resources import files
 
-from paceline.observe.report.data import report_data
+from paceline.observe.report.data import Extras, report_data
 from paceline.observe.run import RunFolds
 
 _SCRIPTS = ("base.js", "charts.js", "timeline.js", "page.js")
 
 
-def render(
-    folds: RunFolds, *, facts: Sequence[tuple[str, str]] = (), config: str = "", footer: str = ""
-) -> str:
-    """The page for what `folds` have read; see `report_data` for the arguments."""
-    data = report_data(folds, facts=facts, config=config, footer=footer)
+def render(folds: RunFolds, extras: Extras | None = None) -> str:
+    """The page for what `folds` have read."""
+    data = report_data(folds, extras or Extras())
     here = files(__name__)
     style = here.joinpath("style.css").read_text("utf-8")
     script = "\n".join(here.joinpath(name).read_text("utf-8") for name in _SCRIPTS)
@@ -55,4 +52,4 @@ def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-__all__ = ["embedded_json", "render", "report_data"]
+__all__ = ["Extras", "embedded_json", "render", "report_data"]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from paceline.domain.ids import RolloutId
+from paceline.domain.rollout import Rollout
 from paceline.observe.account import PLACES
+from paceline.observe.conversations import conversation
 from paceline.observe.rows import Row
 from paceline.observe.run import RunFolds, summary
 from paceline.observe.spans import Lane, Spans
@@ -19,16 +22,32 @@ MAX_LANES = 4000
 """Rollouts of the timeline; older ones are left out, and counted."""
 
 
-def report_data(
-    folds: RunFolds, *, facts: Sequence[tuple[str, str]] = (), config: str = "", footer: str = ""
-) -> dict[str, Any]:
-    """Everything the page reads. `facts` are further lines for its head, such as the model and the date."""
-    rows = latest(folds.training.steps)
-    steps, series = _series(rows)
-    envs = sorted({line.env for line in folds.account.lines() if line.split == "train"})
+class Extras(msgspec.Struct, frozen=True, kw_only=True):
+    """What the page shows beside the journal."""
+
+    name: str = ""
+    """Of the run; its id when left out."""
+    facts: tuple[tuple[str, str], ...] = ()
+    """Lines for the head, such as the model."""
+    status: tuple[str, str] | None = None
+    """Status and reason, where something knows better than the journal (a killed run cannot write its end)."""
+    messages: Mapping[RolloutId, Rollout] = {}
+    """Rollouts with their messages, where the journal keeps those apart."""
+    config: str = ""
+    """As resolved."""
+    footer: str = ""
+
+
+def report_data(folds: RunFolds, extras: Extras) -> dict[str, Any]:
+    """Everything the page reads."""
+    steps, series = _series(latest(folds.training.steps))
+    lines = folds.account.lines()
+    picks = [
+        (label, extras.messages.get(rollout.id, rollout)) for label, rollout in folds.conversations.picks()
+    ]
     return {
-        "facts": _facts(folds, facts, footer),
-        "scopes": ["all", *envs],
+        "facts": _facts(folds, extras),
+        "scopes": ["all", *(line.env for line in lines if line.split == "train")],
         "steps": steps,
         "series": series,
         "evals": _evals(folds.training.evals),
@@ -36,12 +55,14 @@ def report_data(
         "account": [
             msgspec.to_builtins(line)
             | {"missing_tokens": line.missing_tokens, "missing_rollouts": line.missing_rollouts}
-            for line in folds.account.lines()
+            for line in lines
         ],
         "bias": [msgspec.to_builtins(entry) | {"ratio": entry.ratio} for entry in folds.lengths.bias()],
         "timeline": _timeline(folds.spans),
-        "conversations": [msgspec.to_builtins(entry) for entry in folds.conversations.chosen()],
-        "config": config,
+        "conversations": [
+            msgspec.to_builtins(conversation(label, rollout)) for label, rollout in picks if rollout.messages
+        ],
+        "config": extras.config,
     }
 
 
@@ -51,8 +72,10 @@ def latest(rows: Sequence[Row]) -> list[Row]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def _facts(folds: RunFolds, facts: Sequence[tuple[str, str]], footer: str) -> dict[str, Any]:
+def _facts(folds: RunFolds, extras: Extras) -> dict[str, Any]:
     told = summary(folds)
+    if extras.status is not None:
+        told["status"], told["reason"] = extras.status
     engines = [
         f"{engine.id} ({engine.kv_tokens:,} KV tokens)" if engine.kv_tokens else engine.id
         for engine in folds.run.engines.values()
@@ -64,9 +87,9 @@ def _facts(folds: RunFolds, facts: Sequence[tuple[str, str]], footer: str) -> di
         ("seed", str(folds.run.seed)),
     ]
     return {
-        "name": folds.run.run_id or "run",
-        "lines": [*facts, *((name, value) for name, value in lines if value)],
-        "footer": footer,
+        "name": extras.name or folds.run.run_id or "run",
+        "lines": [*extras.facts, *((name, value) for name, value in lines if value)],
+        "footer": extras.footer,
         **{
             name: told[name]
             for name in ("status", "reason", "steps", "heldout", "wall_s", "goodput", "rollouts")
