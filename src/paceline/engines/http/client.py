@@ -56,7 +56,7 @@ async def connect(
     try:
         facts = await probe(link, served_name, start_s=start_s)
         if facts.problems:
-            raise EngineError("; ".join(f"{problem.text}: {problem.remedy}" for problem in facts.problems))
+            raise EngineError("; ".join(map(str, facts.problems)))
     except BaseException:
         await link.close()
         raise

@@ -23,7 +23,11 @@ class Problem(msgspec.Struct, frozen=True, gc=False):
     """Something about a server that no run can work with."""
 
     text: str
-    remedy: str
+    remedy: str = ""
+    """What to do, where `text` does not say it."""
+
+    def __str__(self) -> str:
+        return f"{self.text}: {self.remedy}" if self.remedy else self.text
 
 
 class ServerFacts(msgspec.Struct, frozen=True, gc=False):
@@ -40,6 +44,8 @@ class ServerFacts(msgspec.Struct, frozen=True, gc=False):
     processed_logprobs: bool | None = None
     """Whether logprobs are of the distribution sampled from, after temperature; None when it was not told apart."""
     has_metrics: bool = False
+    can_pause: bool = False
+    """Whether it can be paused, and so take new weights."""
     problems: tuple[Problem, ...] = ()
 
 
@@ -73,14 +79,14 @@ async def probe(link: Link, served_name: str, *, start_s: float) -> ServerFacts:
     except EngineError as error:
         problems.append(Problem(str(error), "restart the server with the run's initial weights"))
     page = await _metrics(link)
-    route, processed = COMPLETIONS, None
+    route, processed, can_pause = COMPLETIONS, None, False
     try:
-        await _refuse_paused(link)
+        can_pause = await _is_working(link)
         route = await _route(link, name)
         processed = await _is_processed(link, route, name)
     except EngineError as error:
         text = str(error)
-        problems.append(Problem(text if link.name in text else f"{link.name}: {text}", "see the message"))
+        problems.append(Problem(text if link.name in text else f"{link.name}: {text}"))
     return ServerFacts(
         route=route,
         models=names,
@@ -89,6 +95,7 @@ async def probe(link: Link, served_name: str, *, start_s: float) -> ServerFacts:
         version=version,
         processed_logprobs=processed,
         has_metrics=page is not None,
+        can_pause=can_pause,
         problems=tuple(problems),
     )
 
@@ -126,12 +133,14 @@ async def _models_when_up(link: Link, start_s: float) -> list[_Model]:
         await asyncio.sleep(_EVERY_S)
 
 
-async def _refuse_paused(link: Link) -> None:
+async def _is_working(link: Link) -> bool:
+    """Whether the server can be paused. EngineError when it is: a request would wait for ever."""
     answer = await link.call("GET", "/is_paused")
     if answer.status == 200 and answer.body.replace(b" ", b"") == b'{"is_paused":true}':
         raise EngineError(
             f"{link.name}: is paused: another run is updating it, or left it so; in the second case POST /resume to it"
         )
+    return answer.status == 200
 
 
 async def _metrics(link: Link) -> bytes | None:

@@ -1,0 +1,230 @@
+"""`paceline doctor`: all that keeps a run from working, at once, with both sides of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cli.main import main
+from paceline.testing.tokens import CHATML, byte_tokenizer
+
+TOOLED = """
+from paceline.envs.protocol import ListTasks, SingleTurnEnv
+
+class Tooled(SingleTurnEnv):
+    tools = ("look",)
+
+    def tasks(self, split):
+        return ListTasks([{"say": "a"}])
+"""
+
+
+class _Server(BaseHTTPRequestHandler):
+    """Answers by `server.facts`."""
+
+    def _answer(self, status: int, body: Any) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self) -> None:
+        facts = self.server.facts  # type: ignore[attr-defined]
+        if self.path == "/v1/models":
+            self._answer(200, {"data": [{"id": facts["model"], "max_model_len": facts["max_model_len"]}]})
+        elif self.path == "/is_paused":
+            self._answer(200, {"is_paused": False})
+        elif self.path == "/metrics":
+            self._answer(200, {})
+        else:
+            self._answer(404, {})
+
+    def do_POST(self) -> None:
+        facts = self.server.facts  # type: ignore[attr-defined]
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path != "/v1/completions":
+            return self._answer(404, {})
+        logprob = -0.7 if facts["raw"] else 0.0
+        choice = {"text": "a", "finish_reason": "length", "logprobs": {"token_logprobs": [logprob]}}
+        if facts["ids"]:
+            choice["token_ids"] = [5] * body["max_tokens"]
+        return self._answer(200, {"choices": [choice]})
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[ThreadingHTTPServer]:
+    """Healthy, but for what a test changes in `server.facts`."""
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), _Server)
+    httpd.daemon_threads = True
+    httpd.facts = {"model": "policy", "max_model_len": 4096, "ids": True, "raw": False}  # type: ignore[attr-defined]
+    thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield httpd
+    httpd.shutdown()
+    httpd.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model directory with everything but real weights."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    byte_tokenizer()._tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<|im_end|>", "chat_template": CHATML})
+    )
+    (directory / "config.json").write_text(
+        json.dumps({"model_type": "qwen3", "max_position_embeddings": 4096})
+    )
+    (directory / "model.safetensors").write_bytes(bytes(1000))
+    return directory
+
+
+def config(tmp_path: Path, model: Path, more: str = "", env: str = 'id = "reverse-text"') -> Path:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f'[run]\ndir = "{tmp_path}/runs"\n[model]\nname = "{model}"\n[trainer]\ntype = "external"\n'
+        f"[[env]]\n{env}\n{more}"
+    )
+    return file
+
+
+def vllm(server: ThreadingHTTPServer) -> str:
+    return f'[engine]\ntype = "vllm"\nurls = ["http://127.0.0.1:{server.server_address[1]}"]\n'
+
+
+def doctor(*words: str | Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[dict[str, str]]]:
+    code = main(["doctor", "--json", *map(str, words)])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_run_that_can_start_is_told_so(
+    tmp_path: Path, model: Path, server: ThreadingHTTPServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = config(tmp_path, model, vllm(server))
+    code, found = doctor(file, capsys=capsys)
+    assert code == 0, found
+    assert {finding["level"] for finding in found} == {"ok"}
+    assert main(["doctor", str(file)]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("this run can start")
+
+
+def test_s77_everything_that_does_not_fit_is_told_at_once_with_both_sides(
+    tmp_path: Path,
+    model: Path,
+    server: ThreadingHTTPServer,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "doctor_tooled.py").write_text(TOOLED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    server.facts |= {"model": "llama", "ids": False}  # type: ignore[attr-defined]
+    more = vllm(server) + "[batch]\nseq_len = 8192\n"
+    file = config(tmp_path, model, more, 'id = "doctor_tooled:Tooled"')
+    began = time.monotonic()
+    code, found = doctor(file, capsys=capsys)
+    assert time.monotonic() - began < 5
+    assert code == 2
+    told = [finding for finding in found if finding["level"] == "error"]
+    text = json.dumps(told)
+    tools = next(finding for finding in told if "uses tools" in finding["what"])
+    assert "Tooled.tools" in tools["facts"]
+    assert "model.chat_template" in tools["remedy"]
+    assert "batch.seq_len 8192 > the model's max_position_embeddings 4096" in text
+    assert "max_model_len 4096" in text
+    assert "return_token_ids" in text
+    assert "serves no model 'policy' (it serves: llama)" in text
+    sys.modules.pop("doctor_tooled", None)
+
+
+def test_raw_logprobs_are_refused_where_the_temperature_is_not_one(
+    tmp_path: Path, model: Path, server: ThreadingHTTPServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.facts["raw"] = True  # type: ignore[attr-defined]
+    file = config(tmp_path, model, vllm(server))
+    assert doctor(file, capsys=capsys)[0] == 0
+    code, found = doctor(file, "--sampling.temperature", "0.6", capsys=capsys)
+    assert code == 2
+    assert "temperature 0.6" in found[0]["facts"]
+    assert "--logprobs-mode processed_logprobs" in found[0]["remedy"]
+
+
+def test_a_server_that_is_not_there_is_named_within_seconds(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = config(tmp_path, model, '[engine]\ntype = "vllm"\nurls = ["http://127.0.0.1:1"]\n')
+    began = time.monotonic()
+    code, found = doctor(file, capsys=capsys)
+    assert code == 2
+    assert time.monotonic() - began < 5
+    assert "http://127.0.0.1:1" in found[0]["what"]
+
+
+@pytest.mark.parametrize(
+    ("env", "more", "complaint"),
+    [
+        ('id = "reverse-txt"', "", "did you mean 'reverse-text'"),
+        ('id = "no_such_module:Env"', "", "no module 'no_such_module'"),
+        ('id = "reverse-text"\nargs = { nonsense = 1 }', "", "no argument 'nonsense'"),
+        ('id = "reverse-text"', '[algorithm]\nname = "grop"\n', "did you mean 'grpo'"),
+        ('id = "reverse-text"', '[services]\njudge = "no_such_module:ask"\n', "no_such_module:ask"),
+        (
+            'id = "reverse-text"',
+            "[sampling]\nmax_tokens = 5000\n[batch]\nseq_len = 6000\n",
+            "max_tokens 5000",
+        ),
+        ('id = "reverse-text"\n[env.limits]\nmax_context = 9000', "", "limits.max_context 9000"),
+    ],
+)
+def test_each_part_of_a_config_is_looked_at(
+    env: str, more: str, complaint: str, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found = doctor(config(tmp_path, model, more, env), capsys=capsys)
+    assert code == 2
+    assert any(complaint in finding["facts"] for finding in found if finding["level"] == "error"), found
+
+
+def test_a_model_that_is_not_there_or_has_no_template_is_named_with_the_remedy(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found = doctor(config(tmp_path, tmp_path / "nowhere"), capsys=capsys)
+    assert code == 2
+    assert "nowhere" in found[0]["facts"]
+    (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    code, found = doctor(config(tmp_path, model), capsys=capsys)
+    assert code == 2
+    assert "model.chat_template" in found[0]["facts"]
+
+
+def test_a_port_that_is_taken_and_a_directory_that_is_none_are_named(
+    tmp_path: Path, model: Path, server: ThreadingHTTPServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runs").write_text("a file")
+    port = server.server_address[1]
+    code, found = doctor(config(tmp_path, model, f"[metrics.prometheus]\nport = {port}\n"), capsys=capsys)
+    assert code == 2
+    errors = " ".join(finding["facts"] for finding in found if finding["level"] == "error")
+    assert f"127.0.0.1:{port}" in errors
+    assert "no directory" in errors
+
+
+def test_the_text_puts_what_is_wrong_first_and_the_remedy_below(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", str(config(tmp_path, model, '[algorithm]\nname = "grop"\n'))]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("FAIL  algorithm 'grop'")
+    assert lines[-1] == "1 problem keeps this run from working"
