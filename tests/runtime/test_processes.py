@@ -114,6 +114,12 @@ async def test_an_end_in_order_is_no_error(tmp_path: Path) -> None:
     assert await child.close() == -signal.SIGTERM
 
 
+async def test_one_that_was_told_elsewhere_may_end_by_itself_before_it_is_asked(tmp_path: Path) -> None:
+    code = READY + "time.sleep(0.2); raise SystemExit(0)"
+    child = await start(code, tmp_path)
+    assert await child.close(term_s=1.0, finish_s=20.0) == 0
+
+
 async def test_one_that_ignores_sigterm_is_killed_in_time(tmp_path: Path) -> None:
     code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + READY + "time.sleep(99)"
     child = await start(code, tmp_path)

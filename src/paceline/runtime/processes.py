@@ -125,9 +125,14 @@ class ChildProcess:
         if not self._closing and not (self._may_finish and self.exit_code == 0):
             raise self._error(self._obituary(f"{self.name} ended by itself"))
 
-    async def close(self, term_s: float = 5.0) -> int:
-        """Ask the process group to end, make it after `term_s`; returns the exit code. May be called twice."""
+    async def close(self, term_s: float = 5.0, *, finish_s: float = 0.0) -> int:
+        """Ask the process group to end, make it after `term_s`; returns the exit code. May be called twice.
+
+        `finish_s` is how long it may take to end by itself first: for one that has been told elsewhere.
+        """
         self._closing = True
+        if finish_s > 0:
+            await asyncio.wait((self._end,), timeout=finish_s)
         if self._process.returncode is None and term_s > 0:
             self._signal(signal.SIGTERM)
             await asyncio.wait((self._end,), timeout=term_s)
