@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import paceline
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+import paceline
 from paceline.errors import EnvError
 from paceline.testing.tokens import CHATML, byte_tokenizer
 from paceline.tokens import (
@@ -23,7 +25,6 @@ from paceline.tokens import (
     tool,
     user,
 )
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 MARKUP = ("<|im_start|>", "<|im_end|>", "[tools]", "[/tools]", "[call]", "[/call]", "<bos>")
 
@@ -100,9 +101,7 @@ class Talk:
         self.samples[-1] += added + sampled
         self.masks[-1] += [0] * len(added) + [1] * len(sampled)
         self.ids = prompt + sampled
-        talk.commit(
-            plan, np.array(sampled, np.int32), end if ends else None, self.tokenizer.decode(content)
-        )
+        talk.commit(plan, np.array(sampled, np.int32), end if ends else None, self.tokenizer.decode(content))
         return prompt
 
     def full(self, messages: list[Any], tools: Any = None) -> list[int]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from paceline.errors import ConfigError
 from paceline.testing.tokens import CHATML, byte_tokenizer
 from paceline.tokens import ChatTokenizer, resolve_model_dir, user

@@ -76,7 +76,6 @@ class ModelCalls:
 
     __slots__ = (
         "_bridge",
-        "_busy",
         "_clock",
         "_conversation",
         "_engines",
@@ -90,11 +89,13 @@ class ModelCalls:
         "_sampling",
         "_session",
         "_stop_ids",
+        "caller",
         "cut",
         "engine",
         "engine_error",
         "gate_s",
         "last",
+        "left",
         "limit",
         "limit_text",
         "model_s",
@@ -128,7 +129,6 @@ class ModelCalls:
         self._noise_by_position = noise_by_position
         self._max_context = _max_context(shared.limits, engines.get(command.engine))
         self._conversation = Conversation(shared.bridge)
-        self._busy = False
         self._poison = ""
         self.recorder = Recorder()
         self.last: Reply | None = None
@@ -136,6 +136,10 @@ class ModelCalls:
         """The limit that cut the latest turn short; None if none did, or one that the environment set itself."""
         self.gate_s = 0.0
         self.model_s = 0.0
+        self.caller: asyncio.Task[Any] | None = None
+        """The task that makes the call under way; None between calls."""
+        self.left: asyncio.Future[None] | None = None
+        """Set when the call under way ends, for whoever waits for that."""
         self.where: Where = "env"
         """What the rollout waits for."""
         self.pending: asyncio.Future[GrantTurn] | None = None
@@ -159,7 +163,7 @@ class ModelCalls:
         try:
             return await self._answer(self._conversation.plan(new, tools), max_tokens)
         finally:
-            self._busy = False
+            self._leave()
 
     async def complete(
         self,
@@ -172,7 +176,7 @@ class ModelCalls:
         try:
             return await self._answer(self._conversation.plan_whole(messages, tools), max_tokens)
         finally:
-            self._busy = False
+            self._leave()
 
     async def generate(self, token_ids: Sequence[int] | Ids, *, max_tokens: int | None = None) -> Reply:
         await self._enter()
@@ -187,7 +191,7 @@ class ModelCalls:
             self.recorder.prompt(whole)
             return await self._run(None, max_tokens)
         finally:
-            self._busy = False
+            self._leave()
 
     def messages(self) -> tuple[Message, ...]:
         """The conversation so far, for the record."""
@@ -197,12 +201,12 @@ class ModelCalls:
 
     async def _enter(self) -> None:
         """No call while another runs, and none after the rollout is over, whatever the environment caught."""
-        if self._busy:
+        if self.caller is not None:
             raise EnvError("a model call is under way: a rollout makes one at a time")
         if self.stop is None and self.limit is None and self.engine_error is None and not self._poison:
             turns = self._limits.max_turns
             if turns is None or len(self.recorder.turns) < turns:
-                self._busy = True
+                self.caller = asyncio.current_task()
                 return
             raise self.give_out("turns", f"{turns} turns (limits.max_turns)")
         await asyncio.sleep(0)  # an environment that catches this and calls again must not hold up the loop
@@ -213,6 +217,11 @@ class ModelCalls:
         if self.limit is not None:
             raise RolloutTruncated(self.limit, f"the rollout is over: {self.limit_text}")
         raise EnvError(self._poison)
+
+    def _leave(self) -> None:
+        self.caller = None
+        if self.left is not None and not self.left.done():
+            self.left.set_result(None)
 
     def give_out(self, limit: Limit, text: str) -> RolloutTruncated:
         """The rollout ends at `limit`."""

@@ -154,6 +154,10 @@ class _Run:
     async def to_its_end(self) -> Rollout:
         try:
             outcome, result = await self._perform()
+            if self._model.caller is not None:
+                await self._end_stray_call(self._model.caller)
+                if outcome.ending == "completed" or outcome.cause in ("empty", "unscored"):
+                    outcome = _failed("environment", "rollout() returned while a model call of it still ran")
         finally:
             self._timer.cancel()
             if self._abort is not None:
@@ -228,6 +232,21 @@ class _Run:
         if isinstance(error, asyncio.CancelledError) and self._task.cancelling():
             raise error
 
+    async def _end_stray_call(self, caller: asyncio.Task[Any]) -> None:
+        """The environment has ended and left a model call running in a task of its own: stop that first."""
+        model = self._model
+        model.stop = model.stop or "self"
+        model.left = self._loop.create_future()
+        self._timer.cancel()
+        if model.where == "env":
+            caller.cancel()
+        else:
+            self._stop_waiting()
+        await asyncio.wait({model.left}, timeout=STOP_S)
+        if not model.left.done():
+            caller.cancel()
+            await asyncio.wait({model.left}, timeout=STOP_S)
+
     # ── what it comes to ──
 
     def _judge(self, result: Any) -> tuple[Outcome, Result | None]:
@@ -291,13 +310,19 @@ class _Run:
         model = self._model
         self._timer.cancel()
         self._timer = self._loop.call_later(STOP_S, self._insist)
-        if model.where == "gate" and model.pending is not None:
+        if model.where == "env":
+            self._insist()
+        else:
+            self._stop_waiting()
+
+    def _stop_waiting(self) -> None:
+        """End the wait at the gate or for the engine."""
+        model = self._model
+        if model.pending is not None:
             model.pending.cancel()
-        elif model.where == "engine" and model.engine is not None:
+        elif model.engine is not None:
             # Not cancelled: the request comes back with what it has sampled.
             self._abort = self._loop.create_task(_abort(model.engine, model.request_id))
-        else:
-            self._insist()
 
     def _insist(self) -> None:
         self._timer.cancel()
