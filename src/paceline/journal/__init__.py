@@ -1,0 +1,11 @@
+"""The append-only journal and the rollout store. `docs/journal.md` describes the files.
+
+RUN/journal/000001.log holds events and commands, RUN/rollouts/000001.seg the rollouts with their token arrays.
+"""
+
+from __future__ import annotations
+
+from paceline.journal.reader import Record, read_journal, read_rollouts
+from paceline.journal.writer import FileJournal
+
+__all__ = ["FileJournal", "Record", "read_journal", "read_rollouts"]

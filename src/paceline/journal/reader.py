@@ -1,0 +1,90 @@
+"""Reading a journal: of a run that ended, crashed, or is still going."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from paceline.domain.commands import Command, FinishRun
+from paceline.domain.events import Event
+from paceline.domain.ids import RolloutId
+from paceline.domain.rollout import Rollout
+from paceline.errors import WireError
+from paceline.journal.files import FOLDERS, file_numbers, read_frames
+from paceline.journal.frames import RECORDS, ROLLOUTS
+from paceline.journal.lines import Restorer
+from paceline.journal.packing import Unpacker
+
+_log = logging.getLogger("paceline.journal")
+
+
+class Record(NamedTuple):
+    """What happened, and what the core wanted done about it."""
+
+    seq: int
+    at: float
+    """Seconds of the run's clock."""
+    event: Event
+    commands: tuple[Command, ...]
+
+
+def read_journal(
+    run_dir: Path | str,
+    *,
+    follow: bool = False,
+    stop: Callable[[], bool] | None = None,
+    on_note: Callable[[str], None] = _log.warning,
+) -> Iterator[Record]:
+    """Yield the records of a run in order.
+
+    Token arrays, messages and `info` are left out (see `lines`): arrays have their length and hold zeros. `follow`
+    waits for more until a record ends the run or `stop` says so. `on_note` is told of an unfinished end that was
+    cut. WireError names file and byte of damage that is no interrupted write.
+    """
+    root = Path(run_dir)
+    if not follow:
+        _require(root)
+    unpacker, restorer = Unpacker(), Restorer()
+    expected = 0
+    for path, frame in read_frames(root, "log", follow=follow, stop=stop, on_note=on_note):
+        if frame.kind != RECORDS:
+            continue
+        for line in unpacker.records(frame.payload, f"{path} at byte {frame.offset}"):
+            if line.seq < expected:
+                continue  # written again, to another file, after the disk had failed
+            expected = line.seq + 1
+            event = restorer.event(line.event)
+            commands = tuple([restorer.command(command) for command in line.commands])
+            yield Record(line.seq, line.at, event, commands)
+            if follow and any(isinstance(command, FinishRun) for command in commands):
+                return
+
+
+def read_rollouts(
+    run_dir: Path | str,
+    ids: Collection[RolloutId] | None = None,
+    *,
+    on_note: Callable[[str], None] = _log.warning,
+) -> Iterator[Rollout]:
+    """Yield rollouts as they were recorded, with tokens, messages and `info`, in the order in which they ended.
+
+    `ids` picks some; blocks without any of them are not unpacked. One that ran again after a resume comes again, and
+    the later counts. Rollouts of the last moment before a crash may be here and not in the log.
+    """
+    root = Path(run_dir)
+    _require(root)
+    wanted = None if ids is None else frozenset(ids)
+    unpacker = Unpacker()
+    expected = 0
+    for path, frame in read_frames(root, "rollouts", on_note=on_note):
+        if frame.kind != ROLLOUTS or frame.first_seq < expected:
+            continue  # the same again, after the disk had failed
+        expected = frame.last_seq + 1
+        yield from unpacker.rollouts(frame.payload, f"{path} at byte {frame.offset}", wanted)
+
+
+def _require(root: Path) -> None:
+    if not file_numbers(root, "log"):
+        raise WireError(f"{root} holds no journal: {root / FOLDERS['log']} has no log file")

@@ -1,0 +1,320 @@
+"""The journal's writer: a queue that never blocks, and one thread that encodes, compresses, writes and flushes.
+
+    event loop ── append ──▶ queue ──▶ thread: every `fsync_s` seconds, or at once when someone flushes
+                                         1. rollouts that ended → a frame of the store, fsync
+                                         2. all records          → a frame of the log, fsync
+
+What a crash can lose is what was appended since the last commit: at most `fsync_s` seconds and the time of a commit
+(a few milliseconds on a healthy disk). Whoever must not act before a record is durable awaits `flush`.
+
+The store is written first, so that a rollout the log knows of is there. The other way round, after a crash between
+the two, the store has rollouts that the log never heard of, which is harmless.
+
+When the disk fails, nothing is dropped: what was not durable is kept and written again, to a new file, since after a
+failed fsync nobody knows what the old one holds. `flush` raises meanwhile, and `on_error` is told once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from threading import Event as Signal
+from threading import Thread
+from typing import BinaryIO, TypeAlias
+
+from paceline.domain.commands import Command
+from paceline.domain.events import Event, RolloutEnded
+from paceline.domain.rollout import Rollout
+from paceline.errors import WireError
+from paceline.journal.files import FOLDERS, file_numbers, file_path, next_seq
+from paceline.journal.frames import RECORDS, ROLLOUTS, FileHeader, FileKind, file_start, frame
+from paceline.journal.packing import Packer
+
+FSYNC_S = 0.2
+LOG_BYTES = 64 << 20
+SEGMENT_BYTES = 256 << 20
+
+_COMMIT_RECORDS = 4096
+"""Most records of one commit: bounds what is in memory twice, and a frame's size."""
+
+_BLOCK_TURNS, _BLOCK_TOKENS = 512, 1 << 18
+"""Where a block of rollouts ends: building one holds the interpreter for about a millisecond."""
+
+_RETRY_S = 1.0
+
+Appended: TypeAlias = tuple[int, float, Event, Sequence[Command]]
+
+
+class FileJournal:
+    """Keeps events, commands and rollouts of one run in its directory. A `Journal`.
+
+    Opened again after a crash it goes on behind the last durable record, in a new file. Thread-safe for one appending
+    thread. `on_error` is called from the writing thread.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | str,
+        run_id: str,
+        *,
+        fsync_s: float = FSYNC_S,
+        log_bytes: int = LOG_BYTES,
+        segment_bytes: int = SEGMENT_BYTES,
+        on_error: Callable[[OSError], None] | None = None,
+    ) -> None:
+        """WireError if the directory holds another run's journal, or another process is writing it."""
+        root = Path(run_dir)
+        for folder in FOLDERS.values():
+            (root / folder).mkdir(parents=True, exist_ok=True)
+        self._lock: int | None = _locked(root / FOLDERS["log"] / "lock")
+        try:
+            log_seq = next_seq(root, "log", run_id)
+            store_seq = next_seq(root, "rollouts", run_id)
+        except BaseException:
+            os.close(self._lock)
+            raise
+        # Rollouts of a commit whose records were lost have numbers that must not be given again.
+        self._seq = max(log_seq, store_seq)
+        self._durable = log_seq
+        self._log = _Files(root, "log", run_id, log_bytes, log_seq)
+        self._store = _Files(root, "rollouts", run_id, segment_bytes, store_seq)
+        self._fsync_s = fsync_s
+        self._on_error = on_error
+        self._packer = Packer()
+        self._queue: deque[Appended] = deque()
+        self._held: list[Appended] = []
+        """Taken from the queue, not durable yet."""
+        self._waiting: deque[tuple[int, asyncio.AbstractEventLoop, asyncio.Future[None]]] = deque()
+        self._wake = Signal()
+        self._closing = False
+        self._error: OSError | None = None
+        self._bug: Exception | None = None
+        self._thread = Thread(target=self._run, name="paceline-journal", daemon=True)
+        self._thread.start()
+
+    @property
+    def next_seq(self) -> int:
+        """The number that the next record will get."""
+        return self._seq
+
+    @property
+    def backlog(self) -> int:
+        """Records that are not durable yet."""
+        return len(self._queue) + len(self._held)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes written by this process."""
+        return self._log.written + self._store.written
+
+    def append(self, at: float, event: Event, commands: Sequence[Command]) -> None:
+        """Hand over one decision. Never blocks, never raises for a slow or failing disk."""
+        self._queue.append((self._seq, at, event, tuple(commands)))
+        self._seq += 1
+        if not self._fsync_s:
+            self._wake.set()
+
+    async def flush(self) -> None:
+        """Return once everything appended so far is durable. Raises OSError while the disk fails."""
+        if self._durable >= self._seq:
+            return
+        if self._closing or not self._thread.is_alive():
+            raise OSError("the journal is closed") from self._bug
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+        self._waiting.append((self._seq, loop, done))
+        self._wake.set()
+        await done
+
+    async def close(self) -> None:
+        """Make everything durable and stop. Raises OSError if that cannot be done; then the last records are lost."""
+        self._closing = True
+        self._wake.set()
+        await asyncio.to_thread(self._thread.join)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+        if self._held or self._queue:
+            raise OSError(f"{self.backlog} journal records could not be written") from (
+                self._error or self._bug
+            )
+
+    # --- in the thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._wake.wait(_RETRY_S if self._error else self._fsync_s or None)
+                self._wake.clear()
+                closing = self._closing
+                self._commit_all()
+                if closing:
+                    return
+        except Exception as error:
+            # A mistake of ours: whoever waits must hear of it rather than wait for ever.
+            self._bug = error
+            stopped = OSError(f"the journal's writer stopped: {error!r}")
+            if self._on_error is not None:
+                self._on_error(stopped)
+            self._answer(stopped)
+            raise
+        finally:
+            self._log.abandon()
+            self._store.abandon()
+
+    def _commit_all(self) -> None:
+        while self._held or self._queue:
+            if not self._held:
+                # After a failure it is the same records again: the same frames, which readers tell as repeated.
+                take = min(len(self._queue), _COMMIT_RECORDS)
+                self._held = [self._queue.popleft() for _ in range(take)]
+            try:
+                self._commit(self._held)
+            except OSError as error:
+                self._log.abandon()
+                self._store.abandon()
+                first, self._error = self._error is None, error
+                if first and self._on_error is not None:
+                    self._on_error(error)
+                self._answer(error)
+                return
+            self._error = None
+            self._durable = self._held[-1][0] + 1
+            self._held = []
+            self._answer(None)
+        self._answer(None)
+
+    def _commit(self, records: list[Appended]) -> None:
+        for first, last, rollouts in _blocks(records):
+            self._store.write(ROLLOUTS, first, last, self._packer.rollouts(rollouts))
+        self._store.flush()
+        self._log.write(RECORDS, records[0][0], records[-1][0], self._packer.records(records))
+        self._log.flush()
+
+    def _answer(self, error: OSError | None) -> None:
+        while self._waiting and (error is not None or self._waiting[0][0] <= self._durable):
+            _, loop, done = self._waiting.popleft()
+            with contextlib.suppress(RuntimeError):  # the loop is gone, and whoever waited on it too
+                loop.call_soon_threadsafe(_resolve, done, error)
+
+
+def _resolve(done: asyncio.Future[None], error: OSError | None) -> None:
+    if not done.done():
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+
+
+def _blocks(records: list[Appended]) -> Iterator[tuple[int, int, list[Rollout]]]:
+    """(first seq, last seq, rollouts) of each block of rollouts that ended in these records."""
+    rollouts: list[Rollout] = []
+    first = last = turns = tokens = 0
+    for seq, _, event, _ in records:
+        if type(event) is not RolloutEnded:
+            continue
+        if not rollouts:
+            first, turns, tokens = seq, 0, 0
+        rollout, last = event.rollout, seq
+        rollouts.append(rollout)
+        turns += 1 + len(rollout.turns)
+        tokens += rollout.sampled_tokens + rollout.prompt_tokens
+        if turns >= _BLOCK_TURNS or tokens >= _BLOCK_TOKENS:
+            yield first, last, rollouts
+            rollouts = []
+    if rollouts:
+        yield first, last, rollouts
+
+
+class _Files:
+    """Numbered files of frames in one folder; the next is begun when one is full, or when one failed."""
+
+    def __init__(self, root: Path, kind: FileKind, run_id: str, full: int, follows: int) -> None:
+        self._root = root
+        self._kind: FileKind = kind
+        self._run_id = run_id
+        self._full = full
+        self._file: BinaryIO | None = None
+        self._size = 0
+        self._dirty = False
+        self._follows = follows
+        self._last_seq = follows - 1
+        self.written = 0
+
+    def write(self, kind: int, first_seq: int, last_seq: int, payload: bytes) -> None:
+        file = self._file if self._file is not None and self._size < self._full else self._begin(first_seq)
+        self._put(file, frame(kind, first_seq, last_seq, payload))
+        self._last_seq = last_seq
+        self._dirty = True
+
+    def flush(self) -> None:
+        if self._file is not None and self._dirty:
+            os.fsync(self._file.fileno())
+            self._dirty = False
+            self._follows = self._last_seq + 1
+
+    def abandon(self) -> None:
+        """Write no more to this file; what it holds since the last flush is in doubt."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+        self._file = None
+        self._dirty = False
+
+    def _begin(self, first_seq: int) -> BinaryIO:
+        if self._file is not None:
+            self.flush()
+            self._file.close()
+            self._file = None
+        number = max(file_numbers(self._root, self._kind), default=0) + 1
+        header = FileHeader(
+            run_id=self._run_id,
+            kind=self._kind,
+            number=number,
+            first_seq=first_seq,
+            follows=self._follows,
+        )
+        path = file_path(self._root, self._kind, number)
+        file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed by _begin or abandon
+        self._file = file
+        self._size = 0
+        try:
+            self._put(file, file_start(header))
+            os.fsync(file.fileno())
+        except OSError:
+            # A file without a whole header is no journal file. It must not be there for a reader to trip over.
+            self.abandon()
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+        return file
+
+    def _put(self, file: BinaryIO, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            count = file.write(view)
+            self._size += count
+            self.written += count
+            view = view[count:]
+
+
+def _locked(path: Path) -> int:
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(handle)
+        raise WireError(
+            f"{path} is locked: another process writes this run's journal; end it, or choose another directory"
+        ) from error
+    return handle
