@@ -106,7 +106,8 @@ def _reply(tokens: int) -> bytes:
         "weight_versions": [{"version": "v3", "start": 0, "end": tokens}],
     }
     usage = {"prompt_tokens": PROMPT, "prompt_tokens_details": {"cached_tokens": 240}}
-    return json.dumps({"request_id": "x", "choices": [choice], "usage": usage}).encode()
+    reply = {"request_id": "x", "choices": [choice], "usage": usage}
+    return json.dumps(reply, separators=(",", ":")).encode()
 
 
 class _Server(asyncio.Protocol):
