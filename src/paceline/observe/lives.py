@@ -204,9 +204,8 @@ class Lives(Fold):
             return
         life.ended = at
         self.in_flight[life.split] -= 1
-        _copy_record(life, rollout)
+        recorded = _copy_record(life, rollout)
         tally = self.tallies[life.env, life.split]
-        recorded = sum(count for turn in rollout.turns for _, count in turn.versions)
         if recorded > life.tokens:  # a shell that reports no turns: the record is all there is
             self.sampled_tokens += recorded - life.tokens
             tally.sampled += recorded - life.tokens
@@ -306,7 +305,8 @@ def taken_of(batch: Batch) -> dict[RolloutId, Shipped]:
     return taken
 
 
-def _copy_record(life: Life, rollout: Rollout) -> None:
+def _copy_record(life: Life, rollout: Rollout) -> int:
+    """Take over what the record says; returns the tokens it says were sampled."""
     life.ending = rollout.outcome.ending
     life.cause = rollout.outcome.cause
     life.reward = rollout.reward
@@ -314,9 +314,19 @@ def _copy_record(life: Life, rollout: Rollout) -> None:
     life.model_s = rollout.model_s
     life.gate_s = rollout.gate_s
     life.env_s = rollout.env_s
-    life.oldest = rollout.oldest_version
-    life.newest = rollout.newest_version
     life.turns = max(life.turns, len(rollout.turns))
+    tokens = 0
+    oldest = newest = None
+    for turn in rollout.turns:
+        for version, count in turn.versions:
+            if count:
+                tokens += count
+                if oldest is None or version < oldest:
+                    oldest = version
+                if newest is None or version > newest:
+                    newest = version
+    life.oldest, life.newest = oldest, newest
+    return tokens
 
 
 def _copy_verdict(life: Life, verdict: Verdict) -> None:
