@@ -472,6 +472,19 @@ def test_a_pause_that_aborts_returns_tokens_at_once_and_a_held_request_can_be_ab
     assert not driver.engine.has_work
 
 
+@pytest.mark.parametrize(
+    ("mode", "clear_cache", "cached"), [("keep", True, 0), ("wait", True, 0), ("abort", False, 48)]
+)
+def test_a_pause_clears_the_prefix_cache_unless_told_not_to(
+    model: Path, mode: str, clear_cache: bool, cached: int
+) -> None:
+    driver = Driver(model)
+    driver.ask("before", prompt_of(64))
+    assert paused(driver, mode, clear_cache)
+    driver.engine.resume()
+    assert driver.ask("after", prompt_of(64)).cached_tokens == cached
+
+
 def test_resuming_answers_a_pause_that_still_waits(model: Path) -> None:
     driver = Driver(model)
     driver.add("a", prompt_of(30))
@@ -483,14 +496,14 @@ def test_resuming_answers_a_pause_that_still_waits(model: Path) -> None:
 # ---- pressure
 
 
-def test_the_last_to_run_is_preempted_first_and_the_oldest_never(model: Path) -> None:
-    driver = Driver(model, kv_tokens=128, max_model_len=100)
-    for id in "abc":
+def test_the_last_to_run_is_preempted_first_and_runs_again_before_those_that_never_ran(model: Path) -> None:
+    driver = Driver(model, kv_tokens=128, max_model_len=100, max_num_seqs=3)
+    for id in "abcd":
         driver.add(id, prompt_of(30, ord(id)), max_tokens=60)
     driver.run()
     assert driver.done["a"].preemptions == 0
     assert driver.done["c"].preemptions > 0
-    assert list(driver.done) == ["a", "b", "c"]
+    assert list(driver.done) == ["a", "b", "c", "d"]
     assert driver.engine.scheduler.counters.preemptions == sum(r.preemptions for r in driver.done.values())
 
 

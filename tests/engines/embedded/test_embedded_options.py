@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -32,3 +34,8 @@ def test_on_loopback_no_token_is_needed(host: str) -> None:
 def test_a_value_that_cannot_work_is_refused_by_name(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         EngineOptions(model="m", **wrong)
+
+
+def test_whoever_starts_an_engine_need_not_import_torch() -> None:
+    check = "import sys, paceline.engines.embedded; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

@@ -414,6 +414,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
 def test_the_engine_ends_when_the_process_that_started_it_is_killed(model_of: ModelMaker) -> None:
     """No pipe helps here: the engine's stdin is this test's, so only the kernel can tell it."""
     command = [
