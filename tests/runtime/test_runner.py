@@ -462,8 +462,8 @@ def test_s89_a_logprob_that_is_none_fails_with_position_and_value(value: float) 
 def test_other_nonsense_of_an_engine_is_named() -> None:
     many = World(one_call, Script(reply([1] * 9)), max_tokens=3).run()
     assert "9 tokens where at most 3" in many.outcome.detail
-    negative = World(one_call, Script(reply([1, -4]))).run()
-    assert "-4 as the id of sampled token 1" in negative.outcome.detail
+    wide = GenerateReply(np.array([1]), np.array([-1.0], np.float32), "stop", ((0, 1),))
+    assert "int64 ids and float32 logprobs" in World(one_call, Script(wide)).run().outcome.detail
     runs = GenerateReply(np.array([1], np.int32), np.array([-1.0], np.float32), "stop", ((0, 2),))
     assert "do not add up" in World(one_call, Script(runs)).run().outcome.detail
 

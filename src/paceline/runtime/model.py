@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, NoReturn, TypeAlias
 
 import msgspec
 import numpy as np
@@ -82,6 +82,7 @@ class ModelCalls:
         "_gate",
         "_limits",
         "_max_context",
+        "_name",
         "_noise_by_position",
         "_noise_seed",
         "_poison",
@@ -117,6 +118,7 @@ class ModelCalls:
         noise_by_position: bool,
     ) -> None:
         self._rollout = command.rollout
+        self._name = str(command.rollout)
         self._session = f"g{command.rollout.group}"
         self._noise_seed = command.noise_seed
         self._limits = shared.limits
@@ -159,7 +161,8 @@ class ModelCalls:
         self, *says: Says, tools: Sequence[Mapping[str, Any]] | None = None, max_tokens: int | None = None
     ) -> Reply:
         new = messages_of(says[0]) if len(says) == 1 else [m for said in says for m in messages_of(said)]
-        await self._enter()
+        if not self._enter():
+            await self._refuse()
         try:
             return await self._answer(self._conversation.plan(new, tools), max_tokens)
         finally:
@@ -172,14 +175,16 @@ class ModelCalls:
         tools: Sequence[Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
     ) -> Reply:
-        await self._enter()
+        if not self._enter():
+            await self._refuse()
         try:
             return await self._answer(self._conversation.plan_whole(messages, tools), max_tokens)
         finally:
             self._leave()
 
     async def generate(self, token_ids: Sequence[int] | Ids, *, max_tokens: int | None = None) -> Reply:
-        await self._enter()
+        if not self._enter():
+            await self._refuse()
         try:
             whole = np.array(token_ids, np.int32)
             whole.flags.writeable = False
@@ -199,24 +204,33 @@ class ModelCalls:
 
     # ── whether a call may be made ──
 
-    async def _enter(self) -> None:
-        """No call while another runs, and none after the rollout is over, whatever the environment caught."""
+    def _enter(self) -> bool:
+        """Whether a call may be made: none while another runs, and none after the rollout is over."""
+        if self.caller is not None or self.stop is not None or self.limit is not None:
+            return False
+        if self.engine_error is not None or self._poison:
+            return False
+        turns = self._limits.max_turns
+        if turns is not None and len(self.recorder.turns) >= turns:
+            return False
+        self.caller = asyncio.current_task()
+        return True
+
+    async def _refuse(self) -> NoReturn:
         if self.caller is not None:
             raise EnvError("a model call is under way: a rollout makes one at a time")
-        if self.stop is None and self.limit is None and self.engine_error is None and not self._poison:
-            turns = self._limits.max_turns
-            if turns is None or len(self.recorder.turns) < turns:
-                self.caller = asyncio.current_task()
-                return
-            raise self.give_out("turns", f"{turns} turns (limits.max_turns)")
-        await asyncio.sleep(0)  # an environment that catches this and calls again must not hold up the loop
+        # Whatever the environment caught, the rollout is over. One that catches this too and calls again must not
+        # hold up the loop.
+        await asyncio.sleep(0)
         if self.stop is not None:
             raise asyncio.CancelledError
         if self.engine_error is not None:
             raise EngineError(self.engine_error)
         if self.limit is not None:
             raise RolloutTruncated(self.limit, f"the rollout is over: {self.limit_text}")
-        raise EnvError(self._poison)
+        if self._poison:
+            raise EnvError(self._poison)
+        raise self.give_out("turns", f"{self._limits.max_turns} turns (limits.max_turns)")
 
     def _leave(self) -> None:
         self.caller = None
@@ -323,7 +337,7 @@ class ModelCalls:
             )  # such an engine would repeat the noise of the turn's beginning
         sampling = self._sampling
         request = GenerateRequest(
-            f"{self._rollout}.t{len(recorder.turns)}.s{call.segments}",
+            f"{self._name}.t{len(recorder.turns)}.s{call.segments}",
             recorder.context,
             SamplingParams(
                 1 if in_stop else left,
@@ -476,11 +490,13 @@ def check_reply(reply: GenerateReply, max_tokens: int) -> GenerateReply:
         )
     if count > max_tokens:
         raise EngineError(f"the engine returned {count} tokens where at most {max_tokens} were asked for")
-    if sum([n for _, n in reply.versions]) != count:
+    runs = reply.versions
+    if (runs[0][1] if len(runs) == 1 else sum([n for _, n in runs])) != count:
         raise EngineError(f"the engine's versions {reply.versions} do not add up to its {count} tokens")
     if not count:
         return reply
-    if ids.dtype != _INT32 or logprobs.dtype != _FLOAT32:
+    kinds = ids.dtype, logprobs.dtype
+    if (kinds[0] is not _INT32 or kinds[1] is not _FLOAT32) and kinds != (_INT32, _FLOAT32):
         raise EngineError(f"the engine client returned {ids.dtype} ids and {logprobs.dtype} logprobs")
     # Written so that NaN fails: it makes both comparisons false.
     if not (_least(logprobs) > LOWEST_LOGPROB and _greatest(logprobs) <= HIGHEST_LOGPROB):
@@ -489,9 +505,6 @@ def check_reply(reply: GenerateReply, max_tokens: int) -> GenerateReply:
             f"the engine returned {float(logprobs[at])} as the logprob of sampled token {at} (id {int(ids[at])}); "
             "a sampled token has a finite logprob of at most 0"
         )
-    if _least(ids) < 0:
-        at = int(np.argmin(ids))
-        raise EngineError(f"the engine returned {int(ids[at])} as the id of sampled token {at}")
     return reply
 
 
