@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from observe.told import FAILED, Told
 from observe.worlds import EnvShape, Shape, World, sample
-
 from paceline.domain import commands as do
 from paceline.domain import events as on
 from paceline.domain.rollout import Outcome
@@ -32,7 +32,9 @@ def nonzero(counts: dict[str, int]) -> dict[str, int]:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_tokens_and_rollouts_are_conserved_after_every_decision(seed: int) -> None:
-    world = World(Shape(envs=MIXED, evals=MIXED, steps=4, engines=1 + seed % 2, bound=1, lag=seed % 2, seed=seed))
+    world = World(
+        Shape(envs=MIXED, evals=MIXED, steps=4, engines=1 + seed % 2, bound=1, lag=seed % 2, seed=seed)
+    )
     folds = RunFolds()
     for decision in world.decisions:
         folds.apply(decision.at, decision.event, decision.commands)
@@ -42,7 +44,9 @@ def test_tokens_and_rollouts_are_conserved_after_every_decision(seed: int) -> No
     assert summary(folds)["tokens_conserved"] is True
     lines = folds.account.lines()
     assert not any(line.rollouts["in_flight"] or line.rollouts["queued"] for line in lines)
-    shipped = sum(len(c.batch.rollouts) for d in world.decisions for c in d.commands if isinstance(c, do.ShipBatch))
+    shipped = sum(
+        len(c.batch.rollouts) for d in world.decisions for c in d.commands if isinstance(c, do.ShipBatch)
+    )
     assert sum(line.rollouts["shipped"] for line in lines) == shipped
 
 
@@ -51,7 +55,16 @@ def test_the_worlds_of_these_tests_reach_most_places() -> None:
     for seed in range(4):
         folds.read(World(Shape(envs=MIXED, evals=MIXED, steps=6, bound=1, seed=seed)).decisions)
     reached = {place for line in folds.account.lines() for place, count in line.rollouts.items() if count}
-    assert reached >= {"shipped", "zero_signal", "failed", "cancelled", "stale", "filtered", "left_over", "eval"}
+    assert reached >= {
+        "shipped",
+        "zero_signal",
+        "failed",
+        "cancelled",
+        "stale",
+        "filtered",
+        "left_over",
+        "eval",
+    }
     assert sum(line.tokens["overlong"] for line in folds.account.lines()) > 0
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
+
 from observe.told import FAILED, Told
 from observe.worlds import EnvShape, Shape, World, sample
-
 from paceline.domain import commands as do
 from paceline.domain import events as on
 from paceline.domain.rollout import Outcome
@@ -24,7 +24,11 @@ def test_s13_drawn_share_and_trained_share_are_told_apart() -> None:
         for member in members:
             told.end(member)
         if env == "A" and group < 8:
-            told.process([told.verdict(m, "zero_signal", advantage=0.0) for m in members], variance=0.0, dead="zero_signal")
+            told.process(
+                [told.verdict(m, "zero_signal", advantage=0.0) for m in members],
+                variance=0.0,
+                dead="zero_signal",
+            )
         else:
             told.process([told.verdict(m) for m in members])
             ships += members
@@ -100,7 +104,9 @@ def test_s73_the_means_of_a_rewards_parts_add_up_to_its_mean_in_each_subset() ->
     for rollout, (a, b) in zip(rollouts, ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0)), strict=False):
         told.end(rollout, reward=a + b, rewards={"a": a, "b": b})
     told.end(rollouts[3], 0, reward=None, outcome=FAILED)
-    told.process([told.verdict(r) for r in rollouts[:3]] + [told.verdict(rollouts[3], "failed", advantage=None)])
+    told.process(
+        [told.verdict(r) for r in rollouts[:3]] + [told.verdict(rollouts[3], "failed", advantage=None)]
+    )
     values = told.ship(1, rollouts[:3]).values
     scored = [values[f"train/all/{name}"] for name in ("rewards/a", "rewards/b", "reward")]
     every = [values[f"train/all/{name}"] for name in ("rewards_all/a", "rewards_all/b", "reward_all")]
@@ -190,7 +196,11 @@ def test_truncation_and_cancellation_are_shares_by_environment() -> None:
     told.process([told.verdict(r) for r in a])
     told.process([told.verdict(b[0], "stale", advantage=None), told.verdict(b[1])])
     values = told.ship(1, [*a, b[1]]).values
-    assert (values["train/A/truncated"], values["train/B/truncated"], values["train/all/truncated"]) == (0.5, 0.0, 0.25)
+    assert (values["train/A/truncated"], values["train/B/truncated"], values["train/all/truncated"]) == (
+        0.5,
+        0.0,
+        0.25,
+    )
     assert (values["train/A/cancelled"], values["train/B/cancelled"]) == (0.0, 0.5)
 
 

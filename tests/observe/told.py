@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from observe.worlds import sample, turn
-
 from paceline.domain import commands as do
 from paceline.domain import events as on
 from paceline.domain.batch import Batch
@@ -45,7 +44,9 @@ class Told:
         self.tell(on.TimerFired(), *(do.StartRollout(r, task, 0, r.member, "e0", 0) for r in ids))
         return ids
 
-    def call(self, rollout: RolloutId, tokens: int, *, context: int = 10, cached: int = 0, version: int = 0) -> None:
+    def call(
+        self, rollout: RolloutId, tokens: int, *, context: int = 10, cached: int = 0, version: int = 0
+    ) -> None:
         self.tell(on.TurnRequested(rollout, context, 100), do.GrantTurn(rollout, "e0", version))
         runs = ((version, tokens),) if tokens else ()
         self.tell(on.SegmentEnded(rollout, "e0", runs, "stop", cached, 1.0))

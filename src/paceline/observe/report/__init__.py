@@ -25,8 +25,9 @@ def render(folds: RunFolds, extras: Extras | None = None) -> str:
     here = files(__name__)
     style = here.joinpath("style.css").read_text("utf-8")
     script = "\n".join(here.joinpath(name).read_text("utf-8") for name in _SCRIPTS)
+    title = f"{data['facts']['name']} · Paceline report"
     parts = {
-        "title": html.escape(f"{data['facts']['name']} · Paceline report"),
+        "title": html.escape(title.encode("utf-8", "replace").decode()),
         "style": style,
         "style_hash": _hash(style),
         "script": script,
@@ -41,8 +42,8 @@ def render(folds: RunFolds, extras: Extras | None = None) -> str:
 def embedded_json(data: object) -> str:
     """JSON that is safe inside a script element: nothing in it can end the element or open a comment."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    # Lone surrogates (a model may sample them) cannot be written as UTF-8: escape them as JSON does.
-    text = re.sub(r"[\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text)
+    # Lone surrogates (a model may sample them) are no text: they cannot be written as UTF-8, and browsers choke.
+    text = re.sub("[\ud800-\udfff]", "\ufffd", text)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
