@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.domain.batch import PackedBatch
+from paceline.core.packing import pack
+from paceline.domain.batch import Batch, PackedBatch
 from paceline.errors import InvariantError, WireError
 from paceline.transport.wire import FORMAT, MAGIC, PREFIX_BYTES, RankBatch, decode, encode, read_prefix
 from transport.batches import joined, packed
@@ -88,6 +89,23 @@ def test_odd_numbers_survive_as_advantage_of_a_whole_sequence(number: float) -> 
     odd = msgspec.structs.replace(micro_batch, advantages=np.full(16, number, np.float32))
     read = decode(wire(PackedBatch(batch.batch, ((odd,),))))
     assert read.micro_batches[0].advantages.tobytes() == odd.advantages.tobytes()
+
+
+def test_what_real_packing_makes_is_sent_as_one_number_a_sequence_and_read_back() -> None:
+    samples = packed(3, [[[700, 900, 40], [300]]]).batch.samples
+    signed = tuple(
+        msgspec.structs.replace(s, advantage=a) for s, a in zip(samples, (-0.5, 0.25, -2.0, 0.0), strict=True)
+    )
+    batch = Batch(step=5, samples=signed, rollouts=tuple(s.rollout for s in signed))
+    made = pack(batch, ranks=2, micro_batch_tokens=1024, pad_to_multiple_of=64)
+    for rank in (0, 1):
+        read = decode(wire(made, rank))
+        for sent, got in zip(made.ranks[rank], read.micro_batches, strict=True):
+            np.testing.assert_array_equal(sent.advantages, got.advantages)
+            np.testing.assert_array_equal(sent.temperatures, got.temperatures)
+            assert [row.advantage for row in got.samples] == [
+                signed[position].advantage for position in sent.sample_index
+            ]
 
 
 def test_a_number_that_differs_only_outside_what_trains_is_still_sent_once() -> None:

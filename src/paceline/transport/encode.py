@@ -159,7 +159,8 @@ def _constants(
     ends = np.iinfo(np.int32)
     low_t = np.minimum.reduceat(np.where(trainable, bits, ends.max), starts)
     high_t = np.maximum.reduceat(np.where(trainable, bits, ends.min), starts)
-    elsewhere = np.logical_or.reduceat((bits != 0) & ~trainable, starts)
+    # Masking by multiplication leaves -0.0 where a negative number was: 0 all the same.
+    elsewhere = np.logical_or.reduceat((numbers != 0) & ~trainable, starts)
     masked = (kinds == PER_TOKEN) & (low_t == high_t) & ~elsewhere
     kinds[masked] = WHERE_TRAINABLE
     values = np.where(kinds == PER_SEQUENCE, low, np.where(masked, low_t, 0)).astype(np.int32)
