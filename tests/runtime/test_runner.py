@@ -32,11 +32,11 @@ from paceline.envs import (
 )
 from paceline.errors import EngineError, EnvError
 from paceline.ports import GenerateReply, GenerateRequest
-from paceline.runtime.model import EMPTY_ABORTS, EnvRuntime
+from paceline.runtime.model import EMPTY_ABORTS, LONG_TEXT, EnvRuntime
 from paceline.runtime.runner import RolloutRunner
 from paceline.testing import run_virtual
-from paceline.testing.tokens import byte_tokenizer
-from paceline.tokens import Bridge, user
+from paceline.testing.tokens import CHATML, byte_tokenizer
+from paceline.tokens import Bridge, assistant, user
 
 TOKENIZER = byte_tokenizer()
 END = TOKENIZER.stop_ids[0]
@@ -731,10 +731,40 @@ def test_cleaning_up_after_a_cancellation_delays_the_record() -> None:
     assert world.run((1.0, world.cancel())).ended == 4.0
 
 
-def test_cancelling_what_has_ended_changes_nothing() -> None:
+def test_a_rollout_that_is_cancelled_before_its_first_step_never_begins() -> None:
     world = World(one_call)
-    world.run()
-    world.cancel()()
+
+    async def main() -> Rollout:
+        task = world.start()
+        world.cancel("shutdown")()
+        return await task
+
+    rollout = run_virtual(main())
+    assert outcome(rollout) == ("cancelled", "shutdown")
+    assert world.gate.requested == []
+
+
+def test_cancelling_what_has_ended_changes_nothing_and_leaves_nothing() -> None:
+    world = World(one_call)
+
+    async def main() -> Rollout:
+        await world.start()
+        world.cancel()()
+        await asyncio.sleep(0)
+        assert world.runner._early == {}
+        return await world.start()
+
+    assert outcome(run_virtual(main())) == ("completed", None)
+
+
+def test_a_rollout_that_is_cancelled_while_it_is_judged_is_cancelled() -> None:
+    async def judge(model: Model, ctx: Context, limit: str) -> Result:
+        await ctx.sleep(1000)
+        return Result(1.0)
+
+    world = World(Calls(one_call, judge), gate=Gate(delay=None), limits=Limits(deadline_s=5, score_s=2000))
+    rollout = world.run((9.0, world.cancel("shutdown")))
+    assert (outcome(rollout), rollout.ended) == (("cancelled", "shutdown"), 9.0)
 
 
 def test_the_first_cause_stands_when_cancelled_twice() -> None:
@@ -886,6 +916,44 @@ def test_a_beginning_that_turns_out_to_be_no_stop_string_goes_on_at_full_length(
     assert TOKENIZER.decode(rollout.turns[0].sampled_ids) == "a <bc"
     assert [r.sampling.max_tokens for r in engine.requests] == [100, 1, 96]
     assert rollout.turns[0].finish == "stop"
+
+
+def test_a_long_prompt_is_encoded_in_a_thread_and_comes_out_the_same() -> None:
+    text = "long " * (LONG_TEXT // 4)
+
+    async def ask(model: Model, ctx: Context) -> Result:
+        await model.chat(text)
+        await model.chat(text)
+        return Result(1.0)
+
+    rollout = World(ask).run()
+    assert outcome(rollout) == ("completed", None)
+    whole = TOKENIZER.encode(TOKENIZER.render([user(text), assistant("ok"), user(text)]))
+    first, second = rollout.turns
+    sent = np.concatenate([first.prompt_ids, first.sampled_ids, second.prompt_ids])
+    assert np.array_equal(sent, whole)
+
+
+def test_s24_thinking_that_the_template_strips_makes_a_sample_a_turn_and_trains_each_token_once() -> None:
+    strips = CHATML.replace("m.content", "(m.content if loop.last else m.content.split('</think>')[-1])")
+    world = World(generated([1]), Script("<think>hm</think>ok"))
+    key = ("train", "env")
+    shared = world.runner._environments[key]
+
+    async def three(model: Model, ctx: Context) -> Result:
+        for question in "abc":
+            await model.chat(question)
+        return Result(1.0)
+
+    thinking = EnvRuntime(
+        Calls(three), shared.source, shared.limits, shared.sampling, Bridge(byte_tokenizer(strips))
+    )
+    world.runner._environments = {key: thinking}
+    rollout = world.run()
+    built = build_samples(rollout, seq_len=1000, overlong="drop")
+    assert len(built.samples) == 3
+    assert built.prefix_breaks == 2
+    assert sum(int(s.trainable.sum()) for s in built.samples) == rollout.sampled_tokens == 3 * 20
 
 
 # ── requests ──

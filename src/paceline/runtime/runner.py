@@ -78,6 +78,7 @@ class RolloutRunner:
         self._clock = clock
         self._noise_by_position = noise_by_position
         self._running: dict[RolloutId, _Run] = {}
+        self._early: dict[RolloutId, CancelCause] = {}  # cancelled before their task has taken its first step
 
     @property
     def running(self) -> int:
@@ -91,8 +92,9 @@ class RolloutRunner:
             raise InvariantError(f"no environment {command.task.env!r} for split {command.task.split!r}")
         run = _Run(command, shared, self._engines, self._gate, self._clock, self._noise_by_position)
         self._running[command.rollout] = run
+        early = self._early.pop(command.rollout, None)
         try:
-            return await run.to_its_end()
+            return await run.to_its_end() if early is None else run.unstarted(early)
         finally:
             del self._running[command.rollout]
 
@@ -101,6 +103,10 @@ class RolloutRunner:
         run = self._running.get(rollout)
         if run is not None:
             run.cancel(cause)
+            return
+        # It has ended, or its task was created a moment ago and runs before what is scheduled here.
+        self._early.setdefault(rollout, cause)
+        asyncio.get_running_loop().call_soon(self._early.pop, rollout, None)
 
 
 class _Run:
@@ -163,6 +169,11 @@ class _Run:
             if self._abort is not None:
                 self._abort.cancel()
         return self._record(outcome, result)
+
+    def unstarted(self, cause: CancelCause) -> Rollout:
+        """The record of a rollout that was cancelled before it began."""
+        self._timer.cancel()
+        return self._record(Outcome("cancelled", cause), None)
 
     def cancel(self, cause: CancelCause) -> None:
         if self._model.stop is None:
