@@ -19,9 +19,10 @@ from typing import Any
 
 import msgspec
 
+from paceline.cli.status import StatusFile
 from paceline.config import EmbeddedEngine, EnvSection, EvalSection, ReferenceTrainer, RunConfig
 from paceline.core.admission import Admission, FixedCap
-from paceline.core.advantages import BUILTIN, Algorithm, build, builtin
+from paceline.core.advantages import Algorithm, build, builtin
 from paceline.core.processing import GroupRules
 from paceline.core.scheduler import Core
 from paceline.core.setup import core_setup
@@ -29,14 +30,15 @@ from paceline.domain import events as on
 from paceline.domain.commands import FinishRun
 from paceline.domain.ids import EngineId, EnvName
 from paceline.domain.task import Split
-from paceline.engines.http import HttpEngine, connect
+from paceline.engines.embedded.options import EngineOptions
+from paceline.engines.http import HttpEngine, Limits, connect
 from paceline.envs.protocol import Environment
 from paceline.envs.registry import make_environment
 from paceline.errors import ConfigError, EngineError, PacelineError, TrainerError
-from paceline.journal.writer import JournalWriter
+from paceline.journal.writer import FileJournal
 from paceline.ports import Engine
 from paceline.runtime.checkpoints import Checkpoints
-from paceline.runtime.driver import Driver, Fold
+from paceline.runtime.driver import Driver, Fold, first_cause
 from paceline.runtime.inbox import Gates, Inbox
 from paceline.runtime.loads import poll_load
 from paceline.runtime.model import EnvRuntime
@@ -143,15 +145,29 @@ class Assembly:
     """One run, from its directory to its end."""
 
     def __init__(
-        self, config: RunConfig, run_dir: Path, run_id: str, resumption: Resumption | None = None
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        run_id: str,
+        resumption: Resumption | None = None,
+        *,
+        status: StatusFile,
     ) -> None:
+        """`status` gets the run's end before the children are closed: the trainer ends, and saves, by it."""
         self.config = config
         self.run_dir = run_dir
         self.run_id = run_id
         self.resumption = resumption
+        self._status = status
         self.model_dir = resolve_model_dir(config.model.name)
         self.children: list[ChildProcess] = []
         self._stops = 0
+        self._core: Core | None = None
+
+    @property
+    def cap(self) -> int:
+        """Rollouts that may be in flight, over all engines."""
+        return 0 if self._core is None else self._core.fleet.cap()
 
     @property
     def start_version(self) -> int:
@@ -166,21 +182,29 @@ class Assembly:
             stack.push_async_callback(environments.close)
             stack.push_async_callback(self._close_children)
             say("starting the engine and the trainer")
-            starting = [self._start_engines(), self._start_trainer()]
-            engines, _ = await asyncio.gather(*starting)
+            engines = await self._start_children()
             for engine in engines.values():
                 stack.push_async_callback(engine.close)
-            journal = JournalWriter(self.run_dir, self.run_id)
+            journal = FileJournal(self.run_dir, self.run_id)
             stack.push_async_callback(journal.close)
             offload = Threads()
             stack.callback(offload.close)
-            return await self._drive(environments, engines, journal, offload, folds, say)
+            try:
+                finish = await self._drive(environments, engines, journal, offload, folds, say)
+            except StoppedTwice as stopped:
+                self._status.finish("stopped", str(stopped))
+                raise
+            except BaseException as error:
+                self._status.fail(error)
+                raise
+            self._status.finish(finish.status, finish.reason)
+            return finish
 
     async def _drive(
         self,
         environments: Environments,
-        engines: Mapping[EngineId, Engine],
-        journal: JournalWriter,
+        engines: Mapping[EngineId, HttpEngine],
+        journal: FileJournal,
         offload: Threads,
         folds: list[Fold],
         say: Callable[[str], None],
@@ -191,6 +215,7 @@ class Assembly:
             core.restore(self.resumption.state, self.resumption.trained)
             for warning in core.warnings:
                 say(f"warning: {warning}")
+        self._core = core
         inbox = Inbox()
         gates = Gates(inbox)
         loop = asyncio.get_running_loop()
@@ -230,7 +255,7 @@ class Assembly:
         opened = on.RunOpened(
             self.run_id, config.run.seed, None if self.resumption is None else self.resumption.step
         )
-        joined = [on.EngineJoined(engine.info, self.start_version) for engine in engines.values()]
+        joined = [on.EngineJoined(engine.info, engine.version) for engine in engines.values()]
         with self._signals(loop, inbox, driver), _calm_gc():
             return await driver.run(opened, joined)
 
@@ -254,6 +279,16 @@ class Assembly:
 
     # ── children ──
 
+    async def _start_children(self) -> dict[EngineId, HttpEngine]:
+        """Engines and trainer start side by side; when one fails, the others are not left starting."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                engines = tasks.create_task(self._start_engines())
+                tasks.create_task(self._start_trainer())
+        except BaseExceptionGroup as group:
+            raise first_cause(group) from group
+        return engines.result()
+
     async def _start_engines(self) -> dict[EngineId, HttpEngine]:
         section = self.config.engine
         cap = self.config.admission.cap
@@ -265,10 +300,12 @@ class Assembly:
             )
             urls = [child.ready["url"] for child in started]
             key, start_s, connections = None, section.start_s, max(cap, section.max_num_seqs)
+            limits = Limits()
         else:
             urls, start_s = list(section.urls), section.start_s
             key = os.environ.get(section.api_key_env) if section.api_key_env else None
             connections = max(cap, section.max_connections)
+            limits = Limits(request_s=section.request_s)
         engines = await asyncio.gather(
             *(
                 connect(
@@ -276,33 +313,33 @@ class Assembly:
                     id=f"{section.type}-{n}",
                     served_name=served,
                     max_connections=connections,
+                    limits=limits,
                     api_key=key,
                     start_s=start_s,
                 )
                 for n, url in enumerate(urls)
             )
         )
-        if not isinstance(section, EmbeddedEngine) and self.start_version:
-            for engine in engines:
+        for engine in engines:
+            # A server that runs on from an earlier run holds that run's last weights.
+            if engine.version != self.start_version:
                 await engine.update_weights(self.start_version, str(self._weights_now()))
         return {engine.info.id: engine for engine in engines}
 
     async def _start_embedded(self, section: EmbeddedEngine, number: int, weights: Path) -> ChildProcess:
-        argv = [sys.executable, "-m", "paceline.engines.embedded", "--model", str(weights), "--port", "0"]
-        options = {
-            "served-model-name": self.config.model.served_name,
-            "kv-tokens": section.kv_tokens,
-            "block-size": section.block_size,
-            "max-num-seqs": section.max_num_seqs,
-            "max-batched-tokens": section.max_batched_tokens,
-            "max-model-len": section.max_model_len,
-            "dtype": section.dtype,
-            "seed": self.config.run.seed,
-            "weight-version": f"v{self.start_version}",
-        }
-        for name, value in options.items():
-            if value is not None:
-                argv += [f"--{name}", str(value)]
+        options = EngineOptions(
+            model=weights,
+            served_model_name=self.config.model.served_name,
+            kv_tokens=section.kv_tokens,
+            block_size=section.block_size,
+            max_num_seqs=section.max_num_seqs,
+            max_batched_tokens=section.max_batched_tokens,
+            max_model_len=section.max_model_len,
+            dtype=section.dtype,
+            seed=self.config.run.seed,
+            weight_version=f"v{self.start_version}",
+        )
+        argv = [sys.executable, "-m", "paceline.engines.embedded", *options.arguments()]
         child = await ChildProcess.start(
             argv,
             name=f"engine-{number}",
@@ -341,8 +378,10 @@ class Assembly:
         """The trainer ends by itself, having saved, once the run's status says so; engines are simply stopped."""
         trainers = [c for c in self.children if c.name == "trainer" and c.exit_code is None]
         others = [c for c in self.children if c not in trainers]
-        wait_s = 0.5 if self._stops > 1 else _TRAINER_END_S
-        await asyncio.gather(*(c.close(term_s=wait_s) for c in trainers), *(c.close(term_s=1.0) for c in others))
+        finish_s = 0.0 if self._stops > 1 else _TRAINER_END_S
+        await asyncio.gather(
+            *(c.close(term_s=1.0, finish_s=finish_s) for c in trainers), *(c.close(term_s=1.0) for c in others)
+        )
 
     # ── where things are ──
 

@@ -73,7 +73,7 @@ class Checkpoints:
 
     def newest_usable(self) -> tuple[int, dict[str, Any], list[str]] | None:
         """The newest that reads, with a note on each damaged one passed over; None when there is none at all."""
-        notes = []
+        notes: list[str] = []
         for step in reversed(self.steps()):
             try:
                 return step, self.load(step), notes

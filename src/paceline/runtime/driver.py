@@ -149,7 +149,7 @@ class Driver:
                 for task in background:
                     task.cancel()
         except BaseExceptionGroup as group:
-            raise _first_cause(group) from group
+            raise first_cause(group) from group
         finally:
             await self._journal.flush()
         return finish
@@ -160,7 +160,6 @@ class Driver:
             self._finish.set_exception(error)
 
     def _drain(self) -> None:
-        self._inbox.woken()
         events, core, perform = self._inbox.events, self.core, self._perform
         until = perf_counter() + _SLICE_S
         try:
@@ -297,7 +296,7 @@ async def _named(name: str, coroutine: Awaitable[None]) -> None:
         raise ComponentFailed(f"the {name} failed: {type(error).__name__}: {error}") from error
 
 
-def _first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The first leaf; an InvariantError before others, since they may be its consequences."""
     leaves: list[BaseException] = []
     todo: list[BaseException] = [group]

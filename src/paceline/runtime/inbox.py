@@ -19,35 +19,32 @@ class Inbox:
     def __init__(self) -> None:
         """Call on a running loop."""
         self._loop = asyncio.get_running_loop()
-        self._wake: Callable[[], None] = self.events_wait
+        self._wake: Callable[[], None] | None = None
         self._scheduled = False
         self.events: deque[Event] = deque()
 
     def on_event(self, wake: Callable[[], None]) -> None:
-        """`wake` runs on the loop, soon after an event was posted; it calls `woken` first."""
+        """`wake` runs on the loop, soon after an event was posted, once for all that are there by then."""
         self._wake = wake
         if self.events:
             self.reschedule()
-
-    def events_wait(self) -> None:
-        """Nobody listens yet; what was posted stays."""
-        self._scheduled = False
 
     def post(self, event: Event) -> None:
         """Report something that happened. Handled in order, soon, on this loop."""
         self.events.append(event)
         if not self._scheduled:
-            self._scheduled = True
-            self._loop.call_soon(self._wake)
-
-    def woken(self) -> None:
-        self._scheduled = False
+            self.reschedule()
 
     def reschedule(self) -> None:
-        """Wake again although nothing was posted: some events were left for the loop's next turn."""
-        if not self._scheduled:
+        """Wake although nothing new was posted: some events were left for the loop's next turn."""
+        if not self._scheduled and self._wake is not None:
             self._scheduled = True
-            self._loop.call_soon(self._wake)
+            self._loop.call_soon(self._fire)
+
+    def _fire(self) -> None:
+        self._scheduled = False
+        if self._wake is not None:
+            self._wake()
 
 
 class Gates:

@@ -38,6 +38,14 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     steps: int | None = None
     """Optimizer steps the run asks for; None when it does not say."""
+    exit_code: int | None = None
+    """None while it runs."""
+    started: float = 0.0
+    """Seconds since the epoch, as `ended`."""
+    ended: float | None = None
+    pid: int = 0
+    """The orchestrator's process, on `host`."""
+    host: str = ""
 
     @property
     def has_ended(self) -> bool:
