@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,7 +28,7 @@ from paceline.domain.commands import Command
 from paceline.domain.events import Event, RolloutEnded, TimerFired
 from paceline.domain.group import GroupResult, Verdict
 from paceline.domain.ids import RolloutId
-from paceline.domain.rollout import Message, Rollout, Turn
+from paceline.domain.rollout import Message, Outcome, Rollout, Turn
 from paceline.domain.sample import Sample
 from paceline.errors import WireError
 from paceline.journal import FileJournal, Record, read_journal, read_rollouts
@@ -162,6 +164,9 @@ ODD = [
     {"messages": (Message("user", "\ud800"),)},
     {"reward": np.float64(0.5), "metrics": {"n": np.int64(3)}},
     {"reward": True, "rewards": {"a": None}},
+    {"outcome": Outcome("failed", "environment", "ValueError: \udcff")},
+    {"turns": (msgspec.structs.replace(rollout(1).turns[0], logprobs=np.zeros(3, np.float32)),)},
+    {"turns": (msgspec.structs.replace(rollout(1).turns[0], logprobs=np.zeros(30, np.float32)),)},
 ]
 
 
@@ -361,6 +366,35 @@ async def test_a_flipped_bit_at_the_end_is_an_unfinished_write_and_one_before_it
         path.write_bytes(data[:position] + bytes([data[position] ^ 4]) + data[position + 1 :])
         with pytest.raises(WireError, match=f"000001.log is damaged at byte {frames[1]}"):
             seqs(tmp_path)
+
+
+async def test_s53_a_kill_between_store_and_log_leaves_a_gap_in_the_numbers_and_no_number_twice(
+    tmp_path: Path,
+) -> None:
+    await write(tmp_path, 2)
+    kept = journal(tmp_path)
+    kept.append(0.0, RolloutEnded(rollout(1)), ())
+    await kept.close()
+    (tmp_path / "journal/000002.log").unlink()  # as if it had never been begun
+    kept = journal(tmp_path)
+    kept.append(0.0, RolloutEnded(rollout(2)), ())
+    await kept.close()
+    assert seqs(tmp_path) == [0, 1, 3]
+    assert [r.task.index for r in read_rollouts(tmp_path)] == [1, 2]
+
+
+async def test_s50_what_was_written_is_held_no_longer(tmp_path: Path) -> None:
+    kept = journal(tmp_path)
+    alive = []
+    for n in range(20):
+        one = rollout(n, ((5, 1000),))
+        alive.append(weakref.ref(one.turns[0].sampled_ids))
+        kept.append(0.0, RolloutEnded(one), ())
+        del one
+        await kept.flush()
+    gc.collect()
+    assert sum(ref() is not None for ref in alive) <= 1
+    await kept.close()
 
 
 async def test_a_missing_log_file_is_noticed(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,17 @@ def test_only_the_last_acknowledged_batches_are_kept_and_unacknowledged_ones_alw
         got.ack()
     ship(run_dir, 6, keep=2)
     assert layout.steps_in(run_dir / "batches") == [3, 4, 5, 6]
+
+
+def test_s50_what_was_shipped_is_held_no_longer(run_dir: Path) -> None:
+    sink, alive = FilesystemBatches(run_dir, RUN, keep=2), []
+    for step in range(1, 21):
+        sent = batch(step)
+        alive.append(weakref.ref(sent.ranks[0][0].token_ids))
+        asyncio.run(sink.ship(sent))
+        del sent
+    gc.collect()
+    assert sum(ref() is not None for ref in alive) <= 1
 
 
 @pytest.mark.parametrize("at", ["mkdir", "encode", "first file", "flush", "rename"])

@@ -59,6 +59,16 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
+def _as_many(logprobs: NDArray[np.float32], tokens: int) -> NDArray[np.float32]:
+    """The logprobs, as many as there are tokens. The sink refuses a rollout where they disagree; here it must not
+    shift the numbers of the others in its block."""
+    if len(logprobs) == tokens:
+        return logprobs
+    fitted = np.full(tokens, np.nan, np.float32)
+    fitted[: len(logprobs)] = logprobs[:tokens]
+    return fitted
+
+
 class _Scratch:
     """Memory that is used again: a fresh megabyte for each block costs more page faults than its compression."""
 
@@ -94,7 +104,7 @@ class Packer:
         meta = self._encode([(rollout_line(r), r.messages, r.info) for r in rollouts])
         turns = [turn for rollout in rollouts for turn in rollout.turns]
         ids = [ids for turn in turns for ids in (turn.prompt_ids, turn.sampled_ids)]
-        logprobs = [turn.logprobs for turn in turns]
+        logprobs = [_as_many(turn.logprobs, len(turn.sampled_ids)) for turn in turns]
         sizes = (len(meta), 4 * sum(map(len, ids)), 4 * sum(map(len, logprobs)))
         whole = self._scratch.bytes_of(sum(sizes))
         whole[: sizes[0]] = np.frombuffer(meta, np.uint8)
