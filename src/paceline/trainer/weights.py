@@ -50,6 +50,8 @@ def write_model(model: Any, source: Path, out: Path, dtype: str = "bfloat16") ->
         name: t.detach().to(to) if t.is_floating_point() else t for name, t in model.state_dict().items()
     }
     model.save_pretrained(out, state_dict=state)
+    for path in out.glob("*.safetensors"):
+        path.chmod(0o644)  # safetensors writes 0600; an engine may run as someone else
     # save_pretrained writes its own config and may cut up a tokenizer it does not know: the source's are right.
     for path in sorted(source.iterdir()):
         if path.is_file() and path.suffix in _COPIED and not path.name.endswith(_WEIGHTS):
