@@ -20,6 +20,9 @@ Ids: TypeAlias = NDArray[np.int32]
 
 _FIRST_CAPACITY = 512
 
+NO_IDS: Ids = np.empty(0, np.int32)
+NO_IDS.flags.writeable = False
+
 
 class Recorder:
     """Turns of one rollout. One model call at a time."""
@@ -45,7 +48,7 @@ class Recorder:
         self._buffer: Ids = np.empty(_FIRST_CAPACITY, np.int32)
         self._length = 0
         self._before: tuple[Ids, int] = (self._buffer, 0)
-        self._prompt: Ids = _EMPTY
+        self._prompt: Ids = NO_IDS
         self._extends = False
         self._sampled: list[Ids] = []
         self._logprobs: list[NDArray[np.float32]] = []
@@ -124,7 +127,7 @@ class Recorder:
             sampled.flags.writeable = logprobs.flags.writeable = False
             versions = _merged(self._versions)
         else:
-            sampled, logprobs, versions = _EMPTY, _NO_LOGPROBS, ()
+            sampled, logprobs, versions = NO_IDS, _NO_LOGPROBS, ()
         turn = Turn(
             self._prompt,
             sampled,
@@ -158,7 +161,7 @@ class Recorder:
         self._logprobs = []
         self._versions = []
         self._cached = 0
-        self._prompt = _EMPTY
+        self._prompt = NO_IDS
 
     def _append(self, ids: Ids) -> None:
         end = self._length + len(ids)
@@ -180,7 +183,5 @@ def _merged(runs: list[tuple[int, int]]) -> VersionRuns:
     return tuple(merged)
 
 
-_EMPTY: Ids = np.empty(0, np.int32)
-_EMPTY.flags.writeable = False
 _NO_LOGPROBS: NDArray[np.float32] = np.empty(0, np.float32)
 _NO_LOGPROBS.flags.writeable = False

@@ -37,7 +37,7 @@ from paceline.envs.protocol import (
     TaskSource,
     messages_of,
 )
-from paceline.envs.recorder import Recorder
+from paceline.envs.recorder import NO_IDS, Recorder
 from paceline.errors import EngineError, EnvError
 from paceline.ports import Engine, GenerateReply, GenerateRequest, SamplingParams
 from paceline.runtime.gate import TurnGate
@@ -164,7 +164,10 @@ class ModelCalls:
         if not self._enter():
             await self._refuse()
         try:
-            return await self._answer(self._conversation.plan(new, tools), max_tokens)
+            plan = self._conversation.plan(new, tools)
+            if plan.ids is None:
+                await self._encode(plan)
+            return await self._run(plan, max_tokens)
         finally:
             self._leave()
 
@@ -178,7 +181,10 @@ class ModelCalls:
         if not self._enter():
             await self._refuse()
         try:
-            return await self._answer(self._conversation.plan_whole(messages, tools), max_tokens)
+            plan = self._conversation.plan_whole(messages, tools)
+            if plan.ids is None:
+                await self._encode(plan)
+            return await self._run(plan, max_tokens)
         finally:
             self._leave()
 
@@ -193,8 +199,7 @@ class ModelCalls:
                     f"generate() was given ids of shape {whole.shape}; expected a list of at least one"
                 )
             self._conversation = Conversation(self._bridge)
-            self.recorder.prompt(whole)
-            return await self._run(None, max_tokens)
+            return await self._run(None, max_tokens, whole)
         finally:
             self._leave()
 
@@ -271,24 +276,21 @@ class ModelCalls:
 
     # ── a turn ──
 
-    async def _answer(self, plan: Plan, max_tokens: int | None) -> Reply:
-        ids = plan.ids
-        if ids is None:
-            ids = await self._encoded(plan)
-        if plan.extends:
-            self.recorder.extend(ids)
-        else:
-            self.recorder.prompt(ids)
-        return await self._run(plan, max_tokens)
-
-    async def _encoded(self, plan: Plan) -> Ids:
+    async def _encode(self, plan: Plan) -> None:
         if len(plan.text) < LONG_TEXT:
-            return self._bridge.encode(plan)
+            self._bridge.encode(plan)
+            return
         loop = asyncio.get_running_loop()
-        return self._bridge.settle(plan, await loop.run_in_executor(None, self._bridge.tokenize, plan))
+        self._bridge.settle(plan, await loop.run_in_executor(None, self._bridge.tokenize, plan))
 
-    async def _run(self, plan: Plan | None, max_tokens: int | None) -> Reply:
-        """Sample one turn for the prompt that the recorder holds, record it, and return it."""
+    async def _run(self, plan: Plan | None, max_tokens: int | None, whole: Ids = NO_IDS) -> Reply:
+        """Sample one turn for an encoded plan, or else for the prompt `whole`; record it, and return it."""
+        if plan is None or plan.ids is None:
+            self.recorder.prompt(whole)
+        elif plan.extends:
+            self.recorder.extend(plan.ids)
+        else:
+            self.recorder.prompt(plan.ids)
         call = _Call(mix(self._noise_seed, len(self.recorder.turns)))
         try:
             allowed, cut = self._allowance(max_tokens)
@@ -323,7 +325,10 @@ class ModelCalls:
         # So the chain goes on token by token until the string is complete or ruled out.
         in_stop = bool(stop) and call.segments > 0 and _may_be_in_stop(self._tail(), stop)
         asked = self._clock()
-        grant = await self._granted(TurnRequested(self._rollout, recorder.context_tokens, left))
+        future = self._gate.request(TurnRequested(self._rollout, recorder.context_tokens, left))
+        if not future.done():
+            await self._wait(future)
+        grant = self._accepted(future)
         sent = self._clock()
         self.gate_s += sent - asked
         call.queued_s += sent - asked
@@ -402,28 +407,27 @@ class ModelCalls:
 
     # ── the gate and the engine ──
 
-    async def _granted(self, event: TurnRequested) -> GrantTurn:
-        future = self._gate.request(event)
-        if not future.done():
-            self.where, self.pending = "gate", future
-            try:
-                await future
-            except asyncio.CancelledError:
-                if not future.cancelled():
-                    self._return(future.result())  # granted in the very moment
-                if self.stop is None and self.limit is None:
-                    # Its request stays with the core; a second one would be a second call at the same time.
-                    self._poison = (
-                        "the environment gave up a model call that was waiting at the turn gate, and makes "
-                        "another: leave timing out to limits.deadline_s"
-                    )
-                elif self.stop is None and self.limit is not None:
-                    raise RolloutTruncated(
-                        self.limit, f"the rollout has used up its {self.limit_text}"
-                    ) from None
-                raise
-            finally:
-                self.where, self.pending = "env", None
+    async def _wait(self, future: asyncio.Future[GrantTurn]) -> None:
+        self.where, self.pending = "gate", future
+        try:
+            await future
+        except asyncio.CancelledError:
+            if not future.cancelled():
+                self._return(future.result())  # granted in the very moment
+            elif self.stop is None and self.limit is None:
+                # Its request stays with the core; a second one would be a second call at the same time.
+                self._poison = (
+                    "the environment gave up a model call that was waiting at the turn gate, and makes another: "
+                    "leave timing out to limits.deadline_s"
+                )
+            if self.stop is None and self.limit is not None:
+                raise RolloutTruncated(self.limit, f"the rollout has used up its {self.limit_text}") from None
+            raise
+        finally:
+            self.where, self.pending = "env", None
+
+    def _accepted(self, future: asyncio.Future[GrantTurn]) -> GrantTurn:
+        """The grant, unless the rollout was stopped in the same moment."""
         grant = future.result()
         if self.stop is not None:
             self._return(grant)

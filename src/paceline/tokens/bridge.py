@@ -75,19 +75,18 @@ class Plan:
 
     def __init__(
         self,
-        *,
-        extends: bool,
         text: str,
         new: list[ChatMessage],
-        messages: list[ChatMessage] | None,
         tools: Tools | None,
         flags: int,
         ids: Ids | None = None,
+        messages: list[ChatMessage] | None = None,
+        why: str = "",
+        *,
         anchor: int | None = None,
         key: Hashable = None,
-        why: str = "",
     ) -> None:
-        self.extends = extends
+        self.extends = messages is None
         """True: `ids` come after everything so far. False: they are the whole prompt of a new branch."""
         self.text = text
         """What `ids` say."""
@@ -162,17 +161,7 @@ class Bridge:
         key = ("open", chat.key_of(messages), chat.key_of_tools(tools))
         found = self._cache.get(key)
         text = found[1] if found else self.tokenizer.render(messages, tools)
-        return Plan(
-            extends=False,
-            text=text,
-            new=messages,
-            messages=messages,
-            tools=tools,
-            flags=flags,
-            ids=found[0] if found else None,
-            key=key,
-            why=why,
-        )
+        return Plan(text, messages, tools, flags, found[0] if found else None, messages, why, key=key)
 
     def local(self, new: list[ChatMessage], tools: Tools | None, flags: int, end: int | None) -> Plan | None:
         """What `new` adds after an answer, rendered behind a stand-in; None if the template cannot do that."""
@@ -180,7 +169,7 @@ class Bridge:
         found = self._cache.get(key)
         if found is not None:
             ids, text = found
-            return Plan(extends=True, text=text, new=new, messages=None, tools=tools, flags=flags, ids=ids)
+            return Plan(text, new, tools, flags, ids)
         rest = self._after_stand_in(new, tools)
         if rest is None:
             return None
@@ -188,9 +177,7 @@ class Bridge:
         if closing is None or not rest.startswith(closing):
             return None
         text = self.less_end(closing, end) + rest[len(closing) :]
-        return Plan(
-            extends=True, text=text, new=new, messages=None, tools=tools, flags=flags, anchor=end, key=key
-        )
+        return Plan(text, new, tools, flags, anchor=end, key=key)
 
     def closing(self, tools: Tools | None) -> str | None:
         """What the template puts after the content of an assistant message; None if it cannot be told."""
@@ -374,18 +361,8 @@ class Conversation:
             added = self._added_to_canonical(text)
         if added is None:
             why = "the chat template renders this history in another way than before"
-            return Plan(
-                extends=False, text=text, new=whole, messages=whole, tools=self.tools, flags=flags, why=why
-            )
-        return Plan(
-            extends=True,
-            text=added,
-            new=new,
-            messages=None,
-            tools=self.tools,
-            flags=flags,
-            anchor=self._end,
-        )
+            return Plan(text, whole, self.tools, flags, None, whole, why)
+        return Plan(added, new, self.tools, flags, anchor=self._end)
 
     def _added_to_canonical(self, text: str) -> str | None:
         """What `text` adds to the rendering of the conversation so far, where that differs from what was sampled.

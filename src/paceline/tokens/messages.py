@@ -44,6 +44,8 @@ def same(a: ChatMessage, b: ChatMessage) -> bool:
 
 def key_of(messages: Sequence[ChatMessage]) -> Hashable:
     """Equal for messages that render alike. TypeError when a message is not JSON-like."""
+    if len(messages) == 1 and is_plain(messages[0]):
+        return messages[0]["role"], messages[0]["content"]
     return tuple((m["role"], m["content"]) if is_plain(m) else msgspec.json.encode(m) for m in messages)
 
 
