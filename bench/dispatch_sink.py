@@ -194,7 +194,7 @@ async def drive(payload: str, in_flight: int, rate: float | None, count: int) ->
     )
     core = Core(setup, FixedCap(in_flight))
     sink = Sink(inbox)
-    offload = Threads()
+    groups, offload = Threads(), Threads()
     driver: Driver
     meter = Meter(2 * in_flight if rate else in_flight, count, lambda: driver.fail(StopAsyncIteration()))
     driver = Driver(
@@ -204,7 +204,7 @@ async def drive(payload: str, in_flight: int, rate: float | None, count: int) ->
         runner=Runner(Payload(payload), gates, in_flight / rate if rate else 0.0),  # type: ignore[arg-type]
         engines={"e0": Engine()},  # type: ignore[dict-item]
         processor=GroupProcessor(
-            {"env": EnvProcessing(GroupRules(env="env", seq_len=8192), builtin("grpo", {}))}, offload
+            {"env": EnvProcessing(GroupRules(env="env", seq_len=8192), builtin("grpo", {}))}, groups
         ),
         sink=sink,
         policy=sink,
@@ -222,6 +222,7 @@ async def drive(payload: str, in_flight: int, rate: float | None, count: int) ->
         await driver.run(on.RunOpened("bench", 0), [on.EngineJoined(EngineInfo("e0", None, None), 0)])
     except (StopAsyncIteration, RuntimeError):
         pass
+    groups.close()
     offload.close()
     lags = np.array(meter.lags or [0.0]) * 1000
     return {

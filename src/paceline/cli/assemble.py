@@ -187,10 +187,13 @@ class Assembly:
                 stack.push_async_callback(engine.close)
             journal = FileJournal(self.run_dir, self.run_id)
             stack.push_async_callback(journal.close)
-            offload = Threads()
+            # Packing and saving take long; groups must not queue behind them.
+            groups, offload = Threads(), Threads()
+            stack.callback(groups.close)
             stack.callback(offload.close)
             try:
-                finish = await self._drive(environments, engines, journal, offload, folds, say)
+                processor = self._processor(environments, groups)
+                finish = await self._drive(environments, engines, journal, processor, offload, folds, say)
             except StoppedTwice as stopped:
                 self._status.finish("stopped", str(stopped))
                 raise
@@ -205,6 +208,7 @@ class Assembly:
         environments: Environments,
         engines: Mapping[EngineId, HttpEngine],
         journal: FileJournal,
+        processor: GroupProcessor,
         offload: Threads,
         folds: list[Fold],
         say: Callable[[str], None],
@@ -237,7 +241,7 @@ class Assembly:
             gates=gates,
             runner=runner,
             engines=engines,
-            processor=self._processor(environments, offload),
+            processor=processor,
             sink=FilesystemBatches(self.run_dir, self.run_id, keep=self._batches_kept()),
             policy=FilesystemPolicy(self.run_dir, self.run_id, after=self.start_version),
             journal=journal,

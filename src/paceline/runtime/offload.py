@@ -20,9 +20,12 @@ class Offload(Protocol):
 
 
 class Threads:
-    """In a pool of threads. A hop costs about 22 µs, so hand over large pieces: a group, not a rollout."""
+    """In a pool of threads. A hop costs about 22 µs, so hand over large pieces: a group, not a rollout.
 
-    def __init__(self, workers: int = 2) -> None:
+    One thread is best for pure Python: two would only take the interpreter from each other, and from the loop.
+    """
+
+    def __init__(self, workers: int = 1) -> None:
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="paceline-work")
 
     async def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
