@@ -16,6 +16,7 @@ from typing import ClassVar
 import msgspec
 import pytest
 
+from observe.browser import Tab
 from observe.worlds import EnvShape, Shape, World
 from paceline.cli import export, report
 from paceline.domain.events import RolloutEnded
@@ -307,3 +308,27 @@ def test_a_browser_shows_hostile_text_as_text(tmp_path: Path) -> None:
     assert "owned</title>" not in dom
     assert "<img" not in dom
     assert "&lt;/script&gt;&lt;img" in dom
+
+
+@pytest.mark.browser
+@BROWSER
+async def test_a_reader_can_hover_zoom_and_choose_an_environment(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    folds = folded(Shape(envs=(REVERSE, GUESS), evals=(REVERSE, GUESS), steps=12))
+    page.write_text(render(folds))
+    assert CHROMIUM
+    async with Tab(CHROMIUM, tmp_path / "profile", page.as_uri()) as tab:
+        tip = "document.getElementById('tip').hidden ? '' : document.getElementById('tip').innerText"
+        await tab.move("svg", 0.5, 0.5)
+        assert "train" in await tab.value(tip)
+        lane = await tab.point_of_a_lane()
+        await tab.move("canvas", *lane)
+        assert "ended" in await tab.value(tip)
+        before = await tab.value("document.querySelector('canvas').toDataURL()")
+        await tab.drag("canvas", 0.3, 0.5)
+        assert await tab.value("document.querySelector('canvas').toDataURL()") != before
+        choose = "const s = document.querySelector('select'); s.value = 'guess-number'; s.dispatchEvent(new Event('change'))"
+        await tab.value(f"(() => {{ {choose}; return 1 }})()")
+        await tab.value("document.querySelector('header button').click()")
+        assert await tab.value("document.documentElement.dataset.theme") in ("light", "dark")
+        assert tab.complaints == []

@@ -37,6 +37,7 @@ function fmt(value, percent) {
   if (size >= 1e6) return trim((value / 1e6).toPrecision(3)) + "M";
   if (size >= 1e4) return trim((value / 1e3).toPrecision(3)) + "k";
   if (Number.isInteger(value)) return String(value);
+  if (size >= 999.5) return String(Math.round(value));
   if (size !== 0 && size < 1e-3) return value.toExponential(1);
   return trim(value.toPrecision(3));
 }

@@ -1,6 +1,7 @@
 const S = (name) => DATA.series[name] || DATA.steps.map(() => null);
 const TINTS = ["orange", "teal", "purple", "pink", "green", "amber"];
 const FACTS = DATA.facts;
+const FIRST = ["loss", "mismatch_kl", "ess", "entropy", "grad_norm", "kl", "clip", "ratio", "mismatch"];  // trainer metrics that people look at first
 
 function header() {
   const theme = el("button", { type: "button", onclick: () => { setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"); } }, "light / dark");
@@ -24,10 +25,11 @@ function tiles() {
   const mean = (name) => { const known = S(name).filter((v) => v !== null); return known.length ? known.reduce((a, b) => a + b, 0) / known.length : null; };
   const most = (name) => S(name).reduce((m, v) => Math.max(m, v ?? 0), 0);
   const held = FACTS.heldout_start !== null;
+  const sets = Object.keys(FACTS.heldout).length;
   PAGE.append(el("div", { class: "tiles" },
-    held ? tile("held-out reward", fmt(FACTS.heldout_end), `sampled, over ${Object.keys(FACTS.heldout).length} held-out set(s)`, fmt(FACTS.heldout_start))
+    held ? tile("held-out reward", fmt(FACTS.heldout_end), sets > 1 ? `sampled as trained, mean of ${sets} sets` : "sampled as trained", fmt(FACTS.heldout_start))
       : tile("reward", fmt(last("train/all/reward")), "mean of the last window", fmt(S("train/all/reward").find((v) => v !== null))),
-    tile("goodput", fmt(FACTS.goodput, true), "of the tokens sampled for training were trained on"),
+    tile("goodput", fmt(FACTS.goodput, true), "of the training tokens sampled were trained on"),
     tile("tokens sampled", fmt(FACTS.tokens_sampled), `${count(FACTS.rollouts)} rollouts`),
     tile("throughput", fmt(mean("throughput/sampled")), "tokens/s sampled, mean over steps"),
     tile("staleness", fmt(mean("staleness/mean")), `optimizer steps, mean; at most ${fmt(most("staleness/max"))}`),
@@ -109,7 +111,8 @@ function training() {
 }
 
 function trainer() {
-  const names = Object.keys(DATA.series).filter((name) => name.startsWith("trainer/"));
+  const rank = (name) => { const at = FIRST.findIndex((word) => name.slice(8).startsWith(word)); return at < 0 ? FIRST.length : at; };
+  const names = Object.keys(DATA.series).filter((name) => name.startsWith("trainer/")).sort((a, b) => rank(a) - rank(b));
   if (!names.length) return;
   PAGE.append(el("h2", {}, "Trainer"), el("p", {}, "What the trainer measured in each step."),
     el("div", { class: "grid" }, ...names.map((name) => chart("s3", { title: words(name.slice(8)), x: DATA.steps, height: 140, series: [{ name: "", tint: "blue", y: S(name), smooth: true }] }))));
