@@ -40,6 +40,10 @@ def load_config(args: argparse.Namespace) -> Loaded[RunConfig]:
     from paceline.config import RunConfig
     from paceline.config.load import load
 
+    # `module:Class` in a config means a module that lies beside it, or where the command was given.
+    for folder in (Path.cwd(), *(path.resolve().parent for path in args.config)):
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
     return load(RunConfig, args.config, args.overrides)
 
 
