@@ -1,0 +1,148 @@
+"""One rollout of your environment against a model that says what it is told, in virtual time.
+
+    rollout = play(Capitals(), ["Paris"])
+    assert rollout.outcome.ending == "completed" and rollout.reward == 1.0
+
+Everything around the environment is the real thing: recorder, budgets, endings, deadline. Only the engine is a
+script, and waiting takes no time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.config import Limits, SamplingSection
+from paceline.domain.commands import GrantTurn, StartRollout
+from paceline.domain.events import SegmentEnded, TurnRequested
+from paceline.domain.ids import RolloutId
+from paceline.domain.load import EngineInfo, EngineLoad
+from paceline.domain.rollout import Finish, Rollout
+from paceline.domain.task import Split, TaskRef
+from paceline.envs.protocol import Environment
+from paceline.errors import EngineError
+from paceline.ports import GenerateReply, GenerateRequest
+from paceline.runtime.model import EnvRuntime
+from paceline.runtime.runner import RolloutRunner
+from paceline.testing.loop import run_virtual
+from paceline.testing.tokens import byte_tokenizer
+from paceline.tokens import Bridge, ChatTokenizer
+
+Answer: TypeAlias = str | BaseException
+"""What the model says to one call, or what the engine raises."""
+
+Answers: TypeAlias = Sequence[Answer] | Callable[[str], Answer]
+"""One for each call, in order; or a function of the whole prompt as text, chat markup included."""
+
+
+def play(
+    environment: Environment,
+    answers: Answers,
+    *,
+    index: int = 0,
+    split: Split = "train",
+    member: int = 0,
+    seed: int = 0,
+    limits: Limits | None = None,
+    max_tokens: int = 256,
+    token_s: float = 0.0,
+) -> Rollout:
+    """Run task `index` of `split` once; returns the terminal record, however the rollout ended.
+
+    `member` is the position in the group: members share the group's randomness and differ in their own. A token is
+    a byte and takes `token_s` virtual seconds. An environment that makes more calls than there are answers fails.
+    `close` is not called.
+    """
+    tokenizer = byte_tokenizer()
+    shared = EnvRuntime(
+        environment=environment,
+        source=environment.tasks(split),
+        limits=limits or Limits(),
+        sampling=SamplingSection(max_tokens=max_tokens),
+        bridge=Bridge(tokenizer),
+    )
+    command = StartRollout(
+        RolloutId(0, member), TaskRef("env", split, index), seed, seed + member + 1, "scripted", 0
+    )
+
+    async def main() -> Rollout:
+        clock = asyncio.get_running_loop().time
+        engine = _Engine(answers, token_s, tokenizer)
+        runner = RolloutRunner({(split, "env"): shared}, {"scripted": engine}, _OpenGate(), clock)
+        return await runner.run(command)
+
+    return run_virtual(main())
+
+
+class _OpenGate:
+    """Grants every turn at once."""
+
+    def request(self, event: TurnRequested) -> asyncio.Future[GrantTurn]:
+        granted: asyncio.Future[GrantTurn] = asyncio.get_running_loop().create_future()
+        granted.set_result(GrantTurn(event.rollout, "scripted", 0))
+        return granted
+
+    def report(self, event: SegmentEnded) -> None:
+        pass
+
+
+class _Engine:
+    """Says what it is told. An abort keeps the tokens that were sampled by then."""
+
+    def __init__(self, answers: Answers, token_s: float, tokenizer: ChatTokenizer) -> None:
+        self.info = EngineInfo("scripted", None, None)
+        self._answers = answers
+        self._token_s = token_s
+        self._tokenizer = tokenizer
+        self._calls = 0
+        self._aborted = asyncio.Event()
+
+    async def generate(self, request: GenerateRequest) -> GenerateReply:
+        answer = self._next(request)
+        if isinstance(answer, BaseException):
+            raise answer
+        ids = np.array([*self._tokenizer.encode(answer), self._tokenizer.stop_ids[0]], np.int32)
+        allowed = request.sampling.max_tokens
+        finish: Finish = "stop" if len(ids) <= allowed else "length"
+        ids = ids[:allowed]
+        if not self._token_s:
+            return _reply(ids, finish)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            async with asyncio.timeout(len(ids) * self._token_s):
+                await self._aborted.wait()
+        except TimeoutError:
+            return _reply(ids, finish)
+        self._aborted.clear()
+        return _reply(ids[: int((loop.time() - began) / self._token_s)], "abort")
+
+    def _next(self, request: GenerateRequest) -> Answer:
+        if callable(self._answers):
+            return self._answers(self._tokenizer.decode(request.token_ids.tolist(), keep_special=True))
+        self._calls += 1
+        if self._calls > len(self._answers):
+            raise EngineError(
+                f"the environment makes model call {self._calls}, the script has {len(self._answers)} answers"
+            )
+        return self._answers[self._calls - 1]
+
+    async def abort(self, request_id: str) -> None:
+        self._aborted.set()
+
+    async def load(self) -> EngineLoad:
+        raise NotImplementedError
+
+    async def update_weights(self, version: int, path: str) -> None:
+        raise NotImplementedError
+
+    async def close(self) -> None: ...
+
+
+def _reply(ids: NDArray[np.int32], finish: Finish) -> GenerateReply:
+    runs = ((0, len(ids)),) if len(ids) else ()
+    return GenerateReply(ids, np.full(len(ids), -0.5, np.float32), finish, runs)
