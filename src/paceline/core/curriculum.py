@@ -96,6 +96,10 @@ class Curriculum:
         open_to = [s for s in self.samplers.values() if not s.exhausted and may(s.source.env)]
         if not open_to:
             return None
+        for sampler in open_to:
+            if sampler.redraw:
+                # Not a draw of the mix: an uninterrupted run would not have made it.
+                return sampler.draw()
         if len(open_to) == 1:
             return open_to[0].draw()
         total = sum(s.source.weight for s in open_to)

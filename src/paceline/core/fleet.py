@@ -20,7 +20,6 @@ class EngineState:
     """One engine."""
 
     __slots__ = (
-        "admits",
         "attempts",
         "calls_to_stop",
         "held",
@@ -29,6 +28,7 @@ class EngineState:
         "loading",
         "out",
         "ready",
+        "strays",
         "waiting",
     )
 
@@ -45,6 +45,8 @@ class EngineState:
         """Rollouts placed on it."""
         self.calls_to_stop = 0
         """Calls of cancelled rollouts that have not stopped: they must, before its weights may change."""
+        self.strays = 0
+        """Updates under way when it was lost: their answers are still to come, and say nothing."""
         self.waiting: list[Flight] = []
 
     @property
@@ -81,7 +83,9 @@ class Fleet:
 
     def free(self) -> int:
         """Permits left over all usable engines."""
-        return sum(max(0, self._admission.cap(e.id) - e.in_flight) for e in self._engines.values() if e.usable)
+        return sum(
+            max(0, self._admission.cap(e.id) - e.in_flight) for e in self._engines.values() if e.usable
+        )
 
     def place(self, preferred: EngineId | None) -> EngineState | None:
         """An engine with room: the preferred one, else the one with most room; None when all are full."""
@@ -107,6 +111,7 @@ class Fleet:
             # Rollouts placed on it before it was lost still count, until they have ended.
             state.in_flight = known.in_flight
             state.calls_to_stop = known.calls_to_stop
+            state.strays = known.strays
         self._engines[event.info.id] = state
         self._admission.joined(event.info)
         self._recount()
@@ -115,12 +120,16 @@ class Fleet:
     def taken_out(self, engine: EngineState, why: str) -> list[Flight]:
         """Use it no more; the flights that waited at its gate, for another engine. EngineError if it was the last."""
         engine.out = why
-        engine.loading = None
+        if engine.loading is not None:
+            engine.loading = None
+            engine.strays += 1
         waiting, engine.waiting = engine.waiting, []
         self._recount()
         if not any(e.usable for e in self._engines.values()):
             reasons = "; ".join(f"{e.id}: {e.out or 'not ready'}" for e in self._engines.values())
-            raise EngineError(f"no engine is left to sample from ({reasons}): restart them and resume the run")
+            raise EngineError(
+                f"no engine is left to sample from ({reasons}): restart them and resume the run"
+            )
         return waiting
 
     def to_update(self) -> list[EngineState]:
@@ -128,7 +137,11 @@ class Fleet:
         return [
             e
             for e in self._engines.values()
-            if e.out is None and e.loading is None and e.held < self.newest and not e.calls_to_stop
+            if e.out is None
+            and e.loading is None
+            and e.held < self.newest
+            and not e.calls_to_stop
+            and not e.strays
         ]
 
     def gate_open(self, engine: EngineState) -> bool:
@@ -138,7 +151,8 @@ class Fleet:
     def loaded(self, event: WeightsLoaded) -> bool:
         """Whether the engine holds the version now; the one place where an engine's version flips."""
         engine = self[event.engine]
-        if engine.out is not None:
+        if engine.strays:
+            engine.strays -= 1
             return False
         if engine.loading != event.version:
             raise InvariantError(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from heapq import heappop, heappush
 from typing import Any
 
 from paceline.core.accounting import Account
@@ -79,21 +80,25 @@ class Core:
         """Open eval groups, and the measurement each belongs to."""
         self._processing: dict[GroupId, OpenGroup] = {}
         """Train groups that have closed and are being processed."""
+        self._cut_short: list[TaskRef] = []
+        """Tasks whose group the end of the run stopped before it could bring anything."""
         self._next_group = 0
         self._group_key = key(setup.seed, "group")
         self._noise_key = key(setup.seed, "noise")
         self._unacknowledged = 0
         """Batches handed to the shell and not reported shipped."""
-        self._acknowledged = 0
         self._trained = 0
         self._draining: str | None = None
         """Why no more training rollouts are started."""
         self._stopping: str | None = None
         """Why the run ends early: evals stop too."""
+        self._save_due = False
         self._saving = False
-        self._saved: int | None = None
+        self._closing = False
+        """Whether the last checkpoint has been asked for."""
         self._finished = False
-        self._wake_at: float | None = None
+        self._alarms: list[float] = []
+        """Heap of the times that a `WakeAt` asked for and that have not fired."""
         self._now = 0.0
         self._out: list[Command] = []
         self._handlers: dict[type, Callable[[Any], bool]] = {
@@ -129,9 +134,11 @@ class Core:
         Raises NoProgressError when too many groups in a row brought nothing to train, EngineError when no engine is
         left, InvariantError when an event contradicts what the core knows. Each ends the run.
         """
+        if self._finished:
+            return []  # a version or a reading that came late: there is nothing left to decide
         self._now = now
         out = self._out = []
-        if self._handlers[type(event)](event) and not self._finished:
+        if self._handlers[type(event)](event):
             self._advance()
         return out
 
@@ -189,7 +196,10 @@ class Core:
                     engine, f"v{event.version} did not load {engine.attempts} times, last: {event.error}"
                 )
             else:
-                self._update_engines(f"attempt {engine.attempts} failed: {event.error}")
+                failed = (
+                    f"attempt {engine.attempts} failed: {event.error}" if engine.attempts else "it is back"
+                )
+                self._update_engines(failed)
         return True
 
     def _turn_requested(self, event: on.TurnRequested) -> bool:
@@ -266,31 +276,39 @@ class Core:
             raise InvariantError(f"group {result.group}: no verdict on {sorted(map(str, tokens))}")
         self.pacing.taken -= group.places - listed
         self._forget(result.group)
-        self.dead.add(result, event.error)
+        if self._draining is None:
+            self.dead.add(result, event.error)
+        elif not listed and (group.closed_unlaunched or any(v.fate == "cancelled" for v in result.verdicts)):
+            # The end cut it short: it says nothing about the task, which a resumed run draws again.
+            self._cut_short.append(group.task)
         return True
 
     def _batch_shipped(self, event: on.BatchShipped) -> bool:
         self._unacknowledged -= 1
-        self._acknowledged = event.step
         if event.step % self.setup.checkpoint_every == 0 and event.step < self.setup.max_steps:
+            self._save_due = True
+        # Not with a batch between here and the trainer: a run resumed from that state would not ship it again.
+        if self._save_due and not self._unacknowledged and not self._saving and self._draining is None:
+            self._save_due = False
             self._save(f"every {self.setup.checkpoint_every} steps")
         return True
 
     def _step_trained(self, event: on.StepTrained) -> bool:
-        if event.step > self._acknowledged:
+        # Not compared with what was reported shipped: a fast trainer's word may overtake that report.
+        if event.step > self.cut:
             raise TrainerError(
-                f"the trainer acknowledged step {event.step}, but batches only up to {self._acknowledged} were shipped"
+                f"the trainer acknowledged step {event.step}, but batches only up to {self.cut} were cut: it reads "
+                "another run's batches"
             )
         self._trained = max(self._trained, event.step)
         return False
 
     def _checkpoint_saved(self, event: on.CheckpointSaved) -> bool:
         self._saving = False
-        self._saved = event.step
         return True
 
     def _timer_fired(self, event: on.TimerFired) -> bool:
-        self._wake_at = None
+        heappop(self._alarms)  # they fire in order
         return True
 
     def _shutdown_requested(self, event: on.ShutdownRequested) -> bool:
@@ -380,8 +398,10 @@ class Core:
         if rate is None or rate.free(self._now):
             return True
         at = rate.next_at(self._now)
-        if self._wake_at is None or at < self._wake_at:
-            self._wake_at = at
+        # One alarm is enough: what it cannot start yet asks again. Without the test, two limited environments would
+        # set two alarms at each alarm.
+        if not self._alarms or at < self._alarms[0]:
+            heappush(self._alarms, at)
             self._out.append(do.WakeAt(at, f"env {env!r} may start its next rollout then"))
         return False
 
@@ -427,7 +447,7 @@ class Core:
 
     def _grant(self, flight: Flight, engine: EngineState) -> None:
         flight.calling = True
-        if flight.oldest is None:
+        if not flight.sampled:
             self.flights.sampled_since(flight, engine.held)
         self._out.append(do.GrantTurn(flight.id, engine.id, engine.held))
 
@@ -436,9 +456,12 @@ class Core:
             return
         waiting, engine.waiting = engine.waiting, []
         for flight in sorted(waiting, key=lambda f: (f.started, f.id)):
-            # One that reached its deadline at the gate has ended meanwhile.
-            if flight.cancelled is None and flight.id in self.flights:
+            if self._still_waits(flight):
                 self._grant(flight, engine)
+
+    def _still_waits(self, flight: Flight) -> bool:
+        # One that reached its deadline at the gate has ended meanwhile.
+        return flight.cancelled is None and flight.id in self.flights
 
     def _move(self, flight: Flight) -> EngineState:
         """Place a flight whose engine is out on another one, over its cap if need be: it holds a permit already."""
@@ -562,8 +585,9 @@ class Core:
 
     def _take_out(self, engine: EngineState, why: str) -> None:
         for flight in self.fleet.taken_out(engine, why):
-            if flight.cancelled is None:
+            if self._still_waits(flight):
                 self._ask_gate(flight)
+        self._open_due_evals()
 
     # ── evals ──
 
@@ -573,9 +597,7 @@ class Core:
             return
         for due in self.plan.held(self.fleet.held):
             section = self._eval_sections[due.env]
-            epoch = EvalEpoch(
-                due.env, due.version, examples=self.setup.examples[due.env], k=section.k
-            )
+            epoch = EvalEpoch(due.env, due.version, examples=self.setup.examples[due.env], k=section.k)
             while epoch.undrawn:
                 group = self._new_group(TaskRef(due.env, "eval", epoch.draw()), section.k)
                 self._epochs[group.id] = epoch
@@ -624,7 +646,8 @@ class Core:
             return
         if self._stopping is None and (self.fleet.held < self.cut or self._epochs):
             return
-        if self._saved != self.cut:
+        if not self._closing:
+            self._closing = True
             self._save("the run ends")
             return
         self._finished = True
@@ -643,6 +666,7 @@ class Core:
         """State that `restore` takes back. Groups under way are not in it: their tasks are drawn again."""
         unfinished = [g.task for g in self.groups.groups() if g.task.split == "train"]
         unfinished += [g.task for g in self._processing.values()]
+        unfinished += self._cut_short
         return {
             "cut": self.cut,
             "next_group": self._next_group,
@@ -652,17 +676,20 @@ class Core:
             "account": self.account.snapshot(),
         }
 
-    def restore(self, state: dict[str, Any], trained: int) -> None:
+    def restore(self, state: dict[str, Any], trained: int, path: str = "") -> None:
         """Go on from a snapshot; `trained` is the step the trainer goes on from, at most the snapshot's.
 
-        Call before the first event. What did not fit is in `warnings`.
+        `path` is where that version's weights are, for engines that join without them. Call before the first event.
+        What did not fit is in `warnings`.
         """
         self.cut = state["cut"]
-        self._acknowledged = self.cut
         self._trained = self.fleet.newest = self.fleet.held = trained
+        self.fleet.path = path
         self._next_group = state["next_group"]
         self.warnings = self.curriculum.restore(state["curriculum"])
         self.list.restore(state["list"])
         self.plan.restore(state["plan"])
         self.account.restore(state["account"])
         self.pacing.taken = len(self.list)
+        if self.cut >= self.setup.max_steps:
+            self._draining = f"the last batch, step {self.cut}, was cut before this run resumed"

@@ -1,6 +1,6 @@
 """A scripted world around the core: no asyncio, no engine, no environment, just a heap of things to come.
 
-    world = World(setup_for(batch=4, group_size=2), Script(seconds=lambda r, t: 2.0), engines=2, cap=8)
+    world = World(setup_for(batch=4), Script(seconds=lambda rollout, task: 2.0), engines=2, cap=8)
     trace = world.run(until=100)
     assert trace.batches[0].step == 1
 
@@ -11,134 +11,28 @@ It performs every command and answers it as `docs/architecture.md` says, with du
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from math import isfinite
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from paceline.config import EvalSection
 from paceline.core.admission import Admission, FixedCap
 from paceline.core.advantages import Algorithm, builtin
-from paceline.core.curriculum import Source
 from paceline.core.processing import GroupRules, broken_group, process_group
 from paceline.core.scheduler import Core
-from paceline.core.setup import CoreSetup, OnStale, TrainSpec
-from paceline.core.streams import key, uniform
+from paceline.core.setup import CoreSetup
 from paceline.domain import commands as do
 from paceline.domain import events as on
-from paceline.domain.batch import Batch
 from paceline.domain.commands import Command
 from paceline.domain.events import Event
+from paceline.domain.group import GroupResult
 from paceline.domain.ids import EngineId, EnvName, RolloutId, Version
 from paceline.domain.load import EngineInfo
 from paceline.domain.rollout import CancelCause, Finish, Outcome, Rollout, Turn, VersionRuns
-from paceline.domain.task import TaskRef
-
-
-def train_env(
-    name: EnvName = "env",
-    *,
-    tasks: int | None = None,
-    group_size: int = 2,
-    weight: float = 1.0,
-    epochs: int | None = None,
-    sampler: str = "sequential",
-    max_attempts: int = 1,
-    tasks_per_minute: float | None = None,
-    on_stale: OnStale = "drop",
-) -> TrainSpec:
-    """A training environment with `tasks` tasks; None for an endless source."""
-    source = Source(name, tasks, weight, "sequential" if sampler == "sequential" else "shuffled", epochs, name)
-    return TrainSpec(source, group_size, max_attempts, tasks_per_minute, on_stale)
-
-
-def setup_for(
-    *envs: TrainSpec,
-    batch: int | None = 4,
-    batch_tokens: int | None = None,
-    lag: int = 1,
-    max_staleness: int = 8,
-    max_steps: int = 4,
-    evals: Sequence[EvalSection] = (),
-    eval_share: float = 0.25,
-    seed: int = 0,
-    dead_group_limit: int = 512,
-    short_last: bool = True,
-    checkpoint_every: int = 1000,
-    seq_len: int = 64,
-) -> CoreSetup:
-    """A core's setup with small defaults; one endless environment with groups of 2 when none is given."""
-    return CoreSetup(
-        seed=seed,
-        max_steps=max_steps,
-        train=envs or (train_env(),),
-        evals=tuple(evals),
-        examples={e.label: e.examples for e in evals},
-        lag=lag,
-        max_staleness=max_staleness,
-        eval_share=eval_share,
-        target_rollouts=None if batch_tokens else batch,
-        target_tokens=batch_tokens,
-        seq_len=seq_len,
-        short_last=short_last,
-        dead_group_limit=dead_group_limit,
-        checkpoint_every=checkpoint_every,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What one rollout will do, unless it is cancelled: turns of (seconds of environment, seconds of model)."""
-
-    turns: tuple[tuple[float, float], ...] = ((0.0, 1.0),)
-    tokens: int = 4
-    """Tokens of each turn."""
-    reward: float | None = 0.0
-    outcome: Outcome = Outcome("completed")  # noqa: RUF009 - frozen
-
-
-def coin(rollout: RolloutId, task: TaskRef, seed: int) -> float:
-    """A reward of 0 or 1 that depends on the rollout alone."""
-    return float(uniform(key(seed, "reward", rollout.group, rollout.member, rollout.attempt), 0) < 0.5)
-
-
-@dataclass(frozen=True, slots=True)
-class Script:
-    """Durations, endings and faults, each a function so that a test says only what it is about."""
-
-    seconds: Callable[[RolloutId, TaskRef], float] = lambda _rollout, _task: 1.0
-    """How long the one model call of a rollout takes; `plan` replaces it."""
-    reward: Callable[[RolloutId, TaskRef, int], float | None] = coin
-    plan: Callable[[RolloutId, TaskRef], Plan] | None = None
-    """The whole course of a rollout."""
-    cancel_s: Callable[[RolloutId], float] = lambda _rollout: 0.0
-    """Seconds until a cancelled rollout has really stopped."""
-    load_s: Callable[[EngineId, Version], float] = lambda _engine, _version: 0.0
-    load_error: Callable[[EngineId, Version], str | None] = lambda _engine, _version: None
-    train_s: Callable[[int], float] = lambda _step: 1.0
-    """Seconds of one optimizer step."""
-    process_s: float = 0.0
-    ship_s: float = 0.0
-
-
-@dataclass(slots=True)
-class Trace:
-    """What happened, for assertions."""
-
-    journal: list[tuple[float, Event, list[Command]]] = field(default_factory=list)
-    batches: list[Batch] = field(default_factory=list)
-    shipped_at: list[float] = field(default_factory=list)
-    evals: list[do.ReportEval] = field(default_factory=list)
-    checkpoints: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    launched: list[do.StartRollout] = field(default_factory=list)
-    ended: list[Rollout] = field(default_factory=list)
-    peak_in_flight: int = 0
-    finish: do.FinishRun | None = None
-
-    def commands(self, kind: type) -> list[Any]:
-        """Every command of a kind, in order."""
-        return [c for _, _, commands in self.journal for c in commands if isinstance(c, kind)]
+from paceline.testing.script import Plan, Script
+from paceline.testing.trace import Trace
 
 
 class _Running:
@@ -155,7 +49,11 @@ class _Running:
 
 
 class World:
-    """Drives one core. `watch` is called after every decision with (world, event, commands)."""
+    """Drives one core. `watch` is called after every decision with (world, event, commands).
+
+    With `state`, the core goes on from a checkpoint, and the trainer from step `trained` (the checkpoint's own, when
+    left out): batches that were shipped and not trained are trained first.
+    """
 
     def __init__(
         self,
@@ -168,36 +66,57 @@ class World:
         algorithm: Algorithm | None = None,
         rules: Callable[[EnvName], GroupRules] | None = None,
         state: dict[str, Any] | None = None,
+        trained: int | None = None,
         watch: Callable[[World, Event, list[Command]], None] | None = None,
     ) -> None:
         self.setup = setup
         self.script = script or Script()
-        self.core = Core(setup, admission or FixedCap(cap))
+        self.admission = admission or FixedCap(cap)
+        self.resumed = state is not None
+        self.core = Core(setup, self.admission)
         self.now = 0.0
         self.trace = Trace()
         self.running: dict[RolloutId, _Running] = {}
         self.held: dict[EngineId, Version] = {}
         """What each engine really samples with, whatever the core believes."""
+        self.lost: set[EngineId] = set()
         self._algorithm = algorithm or builtin("grpo", {})
         self._rules = rules or (lambda env: GroupRules(env=env, seq_len=setup.seq_len))
         self._watch = watch
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
         self._train_free_at = 0.0
-        trained = 0
+        self._ship_free_at = 0.0
+        start = 0
         if state is not None:
-            trained = state["cut"]
-            self.core.restore(state, trained)
-        self.post(on.RunOpened("test", setup.seed, trained or None))
+            start = state["cut"] if trained is None else trained
+            self.core.restore(state, start, f"weights/v{start}")
+        self.post(on.RunOpened("test", setup.seed, start or None))
         for number in range(engines):
-            self.join(f"e{number}", trained)
+            self.join(f"e{number}", start)
+        for step in range(start + 1, self.core.cut + 1):
+            self._train(step)
 
     # ── for tests ──
 
     def join(self, engine: EngineId, version: Version) -> None:
         """An engine answers, holding `version`."""
         self.held[engine] = version
+        self.lost.discard(engine)
         self.post(on.EngineJoined(EngineInfo(engine, None, None), version))
+
+    def lose(self, engine: EngineId, error: str = "connection refused") -> None:
+        """An engine is gone, and with it the calls it was carrying out."""
+        self.lost.add(engine)
+        called = [r for r in self.running.values() if r.calling is not None and r.calling[0] == engine]
+        self.post(on.EngineLost(engine, error))
+        for running in called:
+            if running.calling is not None:
+                self._call_failed(running, error)
+
+    def shut_down(self, why: str = "Ctrl-C") -> None:
+        """Someone asks the run to end."""
+        self.post(on.ShutdownRequested(why))
 
     def post(self, event: Event) -> None:
         """Hand one event to the core now and perform what it commands."""
@@ -236,12 +155,23 @@ class World:
             reward = self.script.reward(rollout, task, self.setup.seed)
             plan = Plan(((0.0, self.script.seconds(rollout, task)),), reward=reward)
         running = self.running[rollout] = _Running(command, plan)
+        if isfinite(self.script.deadline_s):
+            self._later(running, self.script.deadline_s, lambda: self._deadline(running))
         self._next_turn(running)
+
+    def _deadline(self, running: _Running) -> None:
+        if running.calling is not None:
+            self._call_ended(running, running.plan.tokens // 2, "abort", goes_on=False)
+        if running.cause is None:
+            self._end(
+                running, Outcome("truncated", "deadline", f"{self.script.deadline_s:g} s"), scored=False
+            )
 
     def _next_turn(self, running: _Running) -> None:
         rollout = running.command.rollout
         if running.position == len(running.plan.turns):
-            self._end(running, running.plan.outcome)
+            # Not at once: a rollout without turns would end while its start is still being performed.
+            self._later(running, 0.0, lambda: self._end(running, running.plan.outcome))
             return
         wait, _ = running.plan.turns[running.position]
         context = sum(len(t.prompt_ids) + len(t.sampled_ids) for t in running.turns) + 2
@@ -261,9 +191,26 @@ class World:
         _, seconds = running.plan.turns[running.position]
         running.calling = (command.engine, self.now)
         running.span = self.held[command.engine]
-        self._later(running, seconds, lambda: self._call_ended(running, running.plan.tokens, "stop"))
+        error = running.plan.call_error
+        if error is not None and running.position == len(running.plan.turns) - 1:
+            self._later(running, seconds, lambda: self._call_failed(running, error))
+        else:
+            self._later(running, seconds, lambda: self._call_ended(running, running.plan.tokens, "stop"))
 
-    def _call_ended(self, running: _Running, tokens: int, finish: Finish) -> None:
+    def _call_failed(self, running: _Running, error: str) -> None:
+        self._call_ended(running, 0, "abort", goes_on=False, error=error)
+        if running.cause is None:
+            self._end(running, Outcome("failed", "engine", error))
+
+    def _call_ended(
+        self,
+        running: _Running,
+        tokens: int,
+        finish: Finish,
+        *,
+        goes_on: bool = True,
+        error: str | None = None,
+    ) -> None:
         assert running.calling is not None
         engine, began = running.calling
         running.calling = None
@@ -283,8 +230,8 @@ class World:
             )
         )
         running.position += 1
-        self.post(on.SegmentEnded(rollout, engine, versions, finish, seconds=self.now - began))
-        if running.cause is None:
+        self.post(on.SegmentEnded(rollout, engine, versions, finish, seconds=self.now - began, error=error))
+        if goes_on and running.cause is None:
             self._next_turn(running)
 
     def _versions(self, engine: EngineId, began: Version, tokens: int) -> VersionRuns:
@@ -301,15 +248,15 @@ class World:
 
         def stop() -> None:
             if running.calling is not None:
-                self._call_ended(running, running.plan.tokens // 2, "abort")
+                self._call_ended(running, running.plan.tokens // 2, "abort", goes_on=False)
             self._end(running, Outcome("cancelled", command.cause, command.reason))
 
         self.at(self.now + self.script.cancel_s(command.rollout), stop)
 
-    def _end(self, running: _Running, outcome: Outcome) -> None:
+    def _end(self, running: _Running, outcome: Outcome, *, scored: bool = True) -> None:
         command = running.command
         del self.running[command.rollout]
-        scored = outcome.ending in ("completed", "truncated")
+        scored = scored and outcome.ending in ("completed", "truncated")
         rollout = Rollout(
             id=command.rollout,
             task=command.task,
@@ -331,11 +278,15 @@ class World:
                 result = process_group(group, self._rules(group.task.env), self._algorithm)
             except Exception as failure:
                 error = f"{type(failure).__name__}: {failure}"
-                self.post(on.GroupProcessed(broken_group(group, error), error=error))
+                self._processed(broken_group(group, error), error)
                 return
-            self.post(on.GroupProcessed(result))
+            self._processed(result, None)
 
-        self.at(self.now + self.script.process_s, process)
+        self.at(self.now + self.script.process_s(group.id), process)
+
+    def _processed(self, result: GroupResult, error: str | None) -> None:
+        self.trace.results[result.group] = result
+        self.post(on.GroupProcessed(result, error=error))
 
     def _do_ShipBatch(self, command: do.ShipBatch) -> None:
         batch = command.batch
@@ -344,11 +295,14 @@ class World:
 
         def shipped() -> None:
             self.post(on.BatchShipped(batch.step, batch.tokens * 10, 0.0, 0.0))
-            begin = max(self.now, self._train_free_at)
-            self._train_free_at = begin + self.script.train_s(batch.step)
-            self.at(self._train_free_at, lambda: self._trained(batch.step))
+            self._train(batch.step)
 
-        self.at(self.now + self.script.ship_s, shipped)
+        self._ship_free_at = max(self.now, self._ship_free_at) + self.script.ship_s
+        self.at(self._ship_free_at, shipped)
+
+    def _train(self, step: int) -> None:
+        self._train_free_at = max(self.now, self._train_free_at) + self.script.train_s(step)
+        self.at(self._train_free_at, lambda: self._trained(step))
 
     def _trained(self, step: int) -> None:
         self.post(on.StepTrained(step, {"loss": 0.0}))
@@ -359,7 +313,10 @@ class World:
         seconds = self.script.load_s(command.engine, command.version)
 
         def loaded() -> None:
-            error = self.script.load_error(command.engine, command.version)
+            if command.engine in self.lost:
+                error: str | None = "connection refused"
+            else:
+                error = self.script.load_error(command.engine, command.version)
             if error is None:
                 self.held[command.engine] = command.version
             self.post(on.WeightsLoaded(command.engine, command.version, seconds, error))
@@ -369,7 +326,8 @@ class World:
     # ── the rest ──
 
     def _do_SaveCheckpoint(self, command: do.SaveCheckpoint) -> None:
-        self.trace.checkpoints.append((command.step, command.state))
+        state = msgspec.msgpack.decode(msgspec.msgpack.encode(command.state), strict=False)
+        self.trace.checkpoints.append((command.step, state))
         self.at(self.now, lambda: self.post(on.CheckpointSaved(command.step, 0.0)))
 
     def _do_WakeAt(self, command: do.WakeAt) -> None:

@@ -1,0 +1,183 @@
+"""What holds after every decision, whatever the world does: give it to a `World` as `watch`.
+
+    World(setup, chaos(seed=7), watch=Invariants()).run()
+
+It keeps its own books, from the commands and events alone, and compares them with the core's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from paceline.core.staleness import staleness, trained_by
+from paceline.domain import commands as do
+from paceline.domain import events as on
+from paceline.domain.batch import Batch
+from paceline.domain.commands import Command
+from paceline.domain.events import Event
+from paceline.domain.group import ClosedGroup
+from paceline.domain.ids import GroupId, RolloutId
+from paceline.domain.task import Split
+from paceline.errors import InvariantError
+from paceline.testing.world import World
+
+
+class Invariants:
+    """Raises InvariantError, naming the first rule that a decision broke."""
+
+    def __init__(self) -> None:
+        self._launched: Counter[tuple[Split, str]] = Counter()
+        self._sampled: Counter[tuple[Split, str]] = Counter()
+        self._ended: set[RolloutId] = set()
+        self._streams: dict[GroupId, tuple[Split, str]] = {}
+        self._processed: set[GroupId] = set()
+        self._forgotten: set[GroupId] = set()
+        self._shipped: set[RolloutId] = set()
+        self._asked: set[RolloutId] = set()
+        self._calls: dict[RolloutId, str] = {}
+        self._cancelled: set[RolloutId] = set()
+        self._loading: set[str] = set()
+        self._step: int | None = None
+        self._lost_any = False
+
+    def __call__(self, world: World, event: Event, commands: list[Command]) -> None:
+        self._note_event(event)
+        for command in commands:
+            self._note_command(world, command)
+        self._compare(world, commands)
+        if any(isinstance(command, do.FinishRun) for command in commands):
+            self._at_the_end(world, commands)
+
+    def _rule(self, holds: bool, text: str, *facts: Any) -> None:
+        if not holds:
+            raise InvariantError(f"{text}: {', '.join(map(str, facts))}")
+
+    # ── our own books ──
+
+    def _note_event(self, event: Event) -> None:
+        if isinstance(event, on.RolloutEnded):
+            rollout = event.rollout.id
+            self._rule(rollout not in self._ended, "a rollout ended twice", rollout)
+            self._ended.add(rollout)
+            self._asked.discard(rollout)
+        elif isinstance(event, on.TurnRequested):
+            self._asked.add(event.rollout)
+        elif isinstance(event, on.SegmentEnded):
+            self._calls.pop(event.rollout)
+            self._sampled[self._streams[event.rollout.group]] += sum(n for _, n in event.versions)
+        elif isinstance(event, on.WeightsLoaded):
+            self._loading.discard(event.engine)
+        elif isinstance(event, on.EngineLost):
+            self._lost_any = True
+
+    def _note_command(self, world: World, command: Command) -> None:
+        if isinstance(command, do.StartRollout):
+            self._start(command)
+        elif isinstance(command, do.GrantTurn):
+            self._grant(world, command)
+        elif isinstance(command, do.CancelRollout):
+            self._rule(command.rollout not in self._cancelled, "cancelled twice", command.rollout)
+            self._cancelled.add(command.rollout)
+        elif isinstance(command, do.UpdateWeights):
+            self._rule(command.engine not in self._loading, "two updates of one engine", command.engine)
+            unstopped = [r for r, e in self._calls.items() if e == command.engine and r in self._cancelled]
+            self._rule(not unstopped, "an update before cancelled calls have stopped", *unstopped)
+            self._loading.add(command.engine)
+        elif isinstance(command, do.ProcessGroup):
+            self._close(command.group)
+        elif isinstance(command, do.ForgetGroup):
+            self._rule(command.group not in self._forgotten, "a group was forgotten twice", command.group)
+            self._forgotten.add(command.group)
+        elif isinstance(command, do.ShipBatch):
+            self._ship(world, command.batch)
+
+    def _start(self, command: do.StartRollout) -> None:
+        rollout, stream = command.rollout, (command.task.split, command.task.env)
+        self._launched[stream] += 1
+        self._streams[rollout.group] = stream
+        self._rule(rollout not in self._ended, "a rollout started twice", rollout)
+        self._rule(rollout.group not in self._processed, "a member started after its group closed", rollout)
+        if rollout.attempt:
+            before = rollout._replace(attempt=rollout.attempt - 1)
+            self._rule(before in self._ended, "a retry began before the attempt had ended", rollout)
+
+    def _grant(self, world: World, command: do.GrantTurn) -> None:
+        rollout, engine = command.rollout, command.engine
+        self._rule(rollout in self._asked, "a turn was granted that nobody asked for", rollout)
+        self._asked.discard(rollout)
+        self._rule(rollout not in self._cancelled, "a cancelled rollout was granted a turn", rollout)
+        self._rule(engine not in self._loading, "a turn was granted on an engine that loads", rollout, engine)
+        self._rule(engine not in world.lost, "a turn was granted on a lost engine", rollout, engine)
+        held = world.held[engine]
+        self._rule(command.version == held, "a turn names a version not held", command.version, held)
+        self._calls[rollout] = engine
+
+    def _close(self, group: ClosedGroup) -> None:
+        self._rule(group.id not in self._processed, "a group closed twice", group.id)
+        self._processed.add(group.id)
+        members = [rollout.id.member for rollout in group.rollouts]
+        self._rule(
+            len(set(members)) == len(members) <= group.size, "a member settled twice", group.id, members
+        )
+
+    def _ship(self, world: World, batch: Batch) -> None:
+        setup = world.setup
+        self._rule(self._step is None or batch.step == self._step + 1, "a step was left out", batch.step)
+        self._step = batch.step
+        twice = self._shipped.intersection(batch.rollouts)
+        self._rule(not twice and len(set(batch.rollouts)) == len(batch.rollouts), "shipped twice", *twice)
+        self._shipped.update(batch.rollouts)
+        self._rule(len({s.rollout for s in batch.samples}) == len(batch.rollouts), "samples were split off")
+        rules = {spec.name: spec.on_stale for spec in setup.train}
+        for sample in batch.samples:
+            newest = max(version for version, _ in sample.versions)
+            self._rule(newest <= trained_by(batch.step), "trained before its weights", newest, batch.step)
+            late = staleness(sample.oldest_version, batch.step)
+            self._rule(
+                late <= setup.max_staleness or rules[sample.env] == "train",
+                "beyond the bound",
+                sample.rollout,
+                late,
+            )
+
+    # ── compared with the core's ──
+
+    def _compare(self, world: World, commands: list[Command]) -> None:
+        core = world.core
+        core.account.check()
+        flights = {flight.id for flight in core.flights.all()}
+        self._rule(flights == set(world.running), "in flight is not what runs", flights ^ set(world.running))
+        for stream, account in core.account.streams().items():
+            if world.resumed:
+                break  # it goes on from an earlier life's books
+            self._rule(account.launched == self._launched[stream], "launched", stream, account.launched)
+            self._rule(account.sampled == self._sampled[stream], "sampled", stream, account.sampled)
+        counted = Counter(flight.engine for flight in core.flights.all())
+        for engine in core.fleet.engines():
+            self._rule(
+                engine.in_flight == counted[engine.id], "permits of an engine", engine.id, engine.in_flight
+            )
+        started = {command.engine for command in commands if isinstance(command, do.StartRollout)}
+        for name in started:
+            self._rule(
+                counted[name] <= world.admission.cap(name), "an engine is over its cap", name, counted[name]
+            )
+        if not self._lost_any:
+            self._rule(len(flights) <= core.fleet.cap(), "over the cap", len(flights), core.fleet.cap())
+        if core.finished:
+            return  # the list was emptied: what it held is left over
+        places = sum(group.places for group in core.groups.groups())
+        places += sum(group.places for group in core._processing.values()) + len(core.list)
+        self._rule(places == core.pacing.taken, "places", places, core.pacing.taken)
+
+    def _at_the_end(self, world: World, commands: list[Command]) -> None:
+        core = world.core
+        self._rule(isinstance(commands[-1], do.FinishRun), "a command after the last")
+        self._rule(not world.running and not len(core.groups) and not core._processing, "something is owed")
+        for stream, account in core.account.streams().items():
+            for places in (account.tokens, account.rollouts):
+                open_places = {p: n for p, n in places.items() if p in ("in_flight", "grouped") and n}
+                self._rule(not open_places, "left in the account", stream, open_places)
+        launched = sum(self._launched.values())
+        self._rule(launched == len(self._ended), "launched and ended", launched, len(self._ended))
