@@ -98,7 +98,7 @@ def _facts(config: str) -> tuple[tuple[str, str], ...]:
     size = f"{batch['tokens']} tokens" if isinstance(batch.get("tokens"), int) else batch.get("rollouts")
     facts = (
         ("model", _section(tree, "model").get("name")),
-        ("algorithm", _section(tree, "algorithm").get("type")),
+        ("algorithm", _section(tree, "algorithm").get("name")),
         ("batch", f"{size} rollouts" if isinstance(size, int) else size),
         ("lag", _section(tree, "scheduling").get("lag")),
     )

@@ -112,14 +112,24 @@ def train(run_dir: Path, model: str, settings: Settings, *, rank: int = 0, start
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m paceline.trainer", description=__doc__)
+    add_arguments(parser)
+    given = parser.parse_args(argv)
+    try:
+        run(given)
+    except PacelineError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", type=Path, required=True, help="run directory")
     parser.add_argument("--model", required=True, help="Hugging Face directory (or hub id) of v0")
     parser.add_argument("--settings", type=Settings.parse, default=Settings(), help="JSON, see Settings")
     parser.add_argument("--start-version", type=int, default=0, help="checkpoint to go on from; 0: the model")
-    given = parser.parse_args(argv)
-    try:
-        train(given.run, given.model, given.settings, start_version=given.start_version)
-    except PacelineError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train as the command line says; 0 when the run has ended. Raises what `train` raises."""
+    train(args.run, args.model, args.settings, start_version=args.start_version)
     return 0

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+from dataclasses import fields
 
 from paceline.engines.embedded.options import TOKEN_VARIABLE, EngineOptions
 from paceline.errors import ConfigError, WireError
@@ -49,15 +50,25 @@ def exit_with_stdin() -> None:
 
 def main() -> int:
     parser = EngineOptions.parser()
+    add_arguments(parser)
+    return run(parser.parse_args())
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """How the process ends; the engine's own options are in `EngineOptions`."""
     parser.add_argument("--exit-with-stdin", action="store_true", help="end when stdin is closed")
     stays = argparse.BooleanOptionalAction
     parser.add_argument(
         "--exit-with-parent", action=stays, default=True, help="end when the parent process dies"
     )
-    given = vars(parser.parse_args())
-    if given.pop("exit_with_parent"):
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or Ctrl-C. Returns the exit code."""
+    given = {f.name: getattr(args, f.name) for f in fields(EngineOptions)}
+    if args.exit_with_parent:
         exit_with_parent()
-    if given.pop("exit_with_stdin"):
+    if args.exit_with_stdin:
         exit_with_stdin()
     try:
         # Not as the option's default, which --help would print.

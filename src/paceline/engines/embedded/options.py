@@ -62,15 +62,19 @@ class EngineOptions:
 
     @classmethod
     def parser(cls) -> argparse.ArgumentParser:
-        parser = argparse.ArgumentParser(
-            prog="python -m paceline.engines.embedded", formatter_class=argparse.ArgumentDefaultsHelpFormatter
-        )
+        parser = argparse.ArgumentParser(prog="python -m paceline.engines.embedded")
+        cls.add_arguments(parser)
+        return parser
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """Every option as a flag of `parser`."""
+        parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
         for f in fields(cls):
             is_model = f.name == "model"
             default = None if is_model else f.default
             name = f"--{f.name.replace('_', '-')}"
             parser.add_argument(name, required=is_model, default=default, **f.metadata)
-        return parser
 
 
 def _is_loopback(host: str) -> bool:
