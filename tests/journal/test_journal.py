@@ -481,6 +481,31 @@ async def test_a_full_disk_is_reported_and_nothing_is_lost_when_it_recovers(
     assert len(list(read_rollouts(tmp_path))) == 9
 
 
+async def test_records_whose_flush_failed_are_written_again_and_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "_RETRY_S", 0.001)
+    kept = journal(tmp_path)
+    kept.append(0.0, TimerFired(), ())
+    await kept.flush()
+    fsync, failures = os.fsync, [OSError(errno.EIO, "Input/output error")]
+
+    def fail_once(handle: int) -> None:
+        if failures:
+            raise failures.pop()
+        fsync(handle)
+
+    monkeypatch.setattr(writer_module.os, "fsync", fail_once)
+    kept.append(0.0, TimerFired(), ())
+    with pytest.raises(OSError, match="Input/output"):
+        await kept.flush()
+    kept.append(0.0, TimerFired(), ())
+    await kept.flush()
+    await kept.close()
+    assert (tmp_path / "journal/000001.log").read_bytes().count(b"PLFR") == 2  # it was whole all the same
+    assert seqs(tmp_path) == [0, 1, 2]
+
+
 async def test_closing_on_a_full_disk_says_how_many_records_are_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
