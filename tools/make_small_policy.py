@@ -6,8 +6,7 @@ Needs the train extra and nothing else: the tasks are the built-in environments,
 written here. A decoder is trained in two stages. First on right demonstrations, until it can do the tasks;
 then, briefly, on noisy ones, until what it samples is as noisy as they are. The knowledge stays in the
 weights and the noise covers it, which is the state in which reinforcement learning finds a pretrained
-model: there is something to reinforce, and much to gain. A policy that was only trained for a shorter time
-on right demonstrations has little to gain this way: what it gets wrong, it never samples right.
+model: there is something to reinforce, and much to gain.
 
 The result is deterministic for a seed and a torch build: one thread, no nondeterministic kernels.
 """

@@ -1,6 +1,6 @@
 """Guess a hidden number from "higher" and "lower": several turns, and better the sooner it is found.
 
-Halving what is left finds any of the 15 numbers within four guesses, which scores 0.78 on average. Only
+Halving what is left finds any of the 15 numbers within four guesses, which scores 0.77 on average. Only
 fifteen secrets exist, so the splits share them; what is held out is the stream they are drawn from.
 """
 
