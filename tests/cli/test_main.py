@@ -102,7 +102,6 @@ def test_a_command_that_needs_an_extra_names_it(
     assert "needs wandb, which is not installed: pip install 'paceline[wandb]'" in capsys.readouterr().err
 
 
-@pytest.mark.xfail(strict=True, reason="not all commands are written yet; drop this mark when they are")
 def test_every_command_of_the_table_is_there() -> None:
     import importlib.util
 
