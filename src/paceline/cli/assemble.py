@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -51,12 +52,24 @@ from paceline.tokens.tokenizer import ChatTokenizer, resolve_model_dir
 from paceline.transport.filesystem import FilesystemBatches, FilesystemPolicy
 from paceline.transport.layout import weights_dir
 
-_TRAINER_END_S = 4.0
-"""Seconds the trainer has to finish its step and save, once the run has ended."""
+_SAVE_S = 300.0
+"""Seconds the trainer has to save when the run is done: every step has been trained by then."""
+_FAILED_SAVE_S = 2.0
+"""The same, when the run failed: people wait for the cause, and the batches since its last checkpoint are kept."""
+_TERM_S = 1.0
+"""Between asking a process to end and making it."""
+_HARD_S = 1.5
+"""What is left of a run this long after its time to stop is cut off, whatever it does."""
+_FAILED_S = 8.0
+"""The same, after an error."""
+
+
+class Stopped(PacelineError):
+    """Someone asked for the run to end before it had begun."""
 
 
 class StoppedTwice(PacelineError):
-    """Someone asked a second time for the run to end: now."""
+    """Someone asked a second time for the run to end, or its work did not stop in time: now."""
 
 
 class Resumption(msgspec.Struct, frozen=True):
@@ -152,8 +165,16 @@ class Assembly:
         resumption: Resumption | None = None,
         *,
         status: StatusFile,
+        clock_start: float = 0.0,
+        lock_fd: int | None = None,
+        may_exit: bool = False,
     ) -> None:
-        """`status` gets the run's end before the children are closed: the trainer ends, and saves, by it."""
+        """`status` gets the run's end before the children are closed: the trainer ends, and saves, by it.
+
+        `clock_start` is where the run's clock goes on: the end of an earlier life. `lock_fd` is what the children
+        hold open as long as they live. `may_exit`: this process is the run's own, and is ended when the run does
+        not stop in time; else stopping takes as long as the slowest part.
+        """
         self.config = config
         self.run_dir = run_dir
         self.run_id = run_id
@@ -161,8 +182,20 @@ class Assembly:
         self._status = status
         self.model_dir = resolve_model_dir(config.model.name)
         self.children: list[ChildProcess] = []
+        self._clock_start = clock_start
+        self._inherit = () if lock_fd is None else (lock_fd,)
+        self._cut_off = CutOff(status, self.children) if may_exit else None
         self._stops = 0
+        self._stop_by = float("inf")
+        """On the loop's clock: when everything must have stopped."""
+        self._ending = False
+        self._hurry = asyncio.Event()
+        """Set by the second request to stop."""
+        self._driver: Driver | None = None
+        self._inbox: Inbox | None = None
         self._core: Core | None = None
+        self._disk_error: OSError | None = None
+        self._disk_failed = asyncio.Event()
 
     @property
     def cap(self) -> int:
@@ -174,24 +207,42 @@ class Assembly:
         return self.resumption.trained if self.resumption else 0
 
     async def run(self, folds: list[Fold], say: Callable[[str], None]) -> FinishRun:
-        """Everything, from starting the children to closing them. Raises what ended the run."""
+        """Everything, from starting the children to closing them. Raises what ended the run.
+
+        Ctrl-C or SIGTERM once drains and saves (`FinishRun` says `stopped`), or ends the start (`Stopped`); twice
+        stops at once (`StoppedTwice`).
+        """
+        with self._signals():
+            try:
+                return await self._run(folds, say)
+            except asyncio.CancelledError:
+                if not self._stops:
+                    raise
+                raise Stopped("stopped before the first rollout was started") from None
+
+    def close(self) -> None:
+        """The loop has ended: nothing is left to be cut off."""
+        if self._cut_off is not None:
+            self._cut_off.off()
+
+    async def _run(self, folds: list[Fold], say: Callable[[str], None]) -> FinishRun:
         config = self.config
         tokenizer = ChatTokenizer.load(self.model_dir, config.model.chat_template)
         environments = Environments(config, Bridge(tokenizer))
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(environments.close)
             stack.push_async_callback(self._close_children)
-            say("starting the engine and the trainer")
-            engines = await self._start_children()
-            for engine in engines.values():
-                stack.push_async_callback(engine.close)
-            journal = FileJournal(self.run_dir, self.run_id)
-            stack.push_async_callback(journal.close)
-            # Packing and saving take long; groups must not queue behind them.
-            groups, offload = Threads(), Threads()
-            stack.callback(groups.close)
-            stack.callback(offload.close)
             try:
+                say("starting the engine and the trainer")
+                engines = await self._start_children()
+                for engine in engines.values():
+                    stack.push_async_callback(engine.close)
+                journal = FileJournal(self.run_dir, self.run_id)
+                stack.push_async_callback(journal.close)
+                # Packing and saving take long; groups must not queue behind them.
+                groups, offload = Threads(), Threads()
+                stack.callback(groups.close)
+                stack.callback(offload.close)
                 processor = self._processor(environments, groups)
                 finish = await self._drive(environments, engines, journal, processor, offload, folds, say)
             except StoppedTwice as stopped:
@@ -216,14 +267,14 @@ class Assembly:
         config = self.config
         core = Core(core_setup(config, environments.sizes, environments.fingerprints), admission_of(config))
         if self.resumption is not None:
-            core.restore(self.resumption.state, self.resumption.trained)
+            core.restore(self.resumption.state, self.resumption.trained, str(self._weights_now()))
             for warning in core.warnings:
                 say(f"warning: {warning}")
         self._core = core
         inbox = Inbox()
         gates = Gates(inbox)
         loop = asyncio.get_running_loop()
-        began = loop.time()
+        began = loop.time() - self._clock_start
 
         def clock() -> float:
             return loop.time() - began
@@ -254,14 +305,32 @@ class Assembly:
         )
         for child in self.children:
             driver.beside(child.name, child.wait_dead)
+        driver.beside("journal", self._watch_disk)
         for engine in engines.values():
             driver.beside(f"load poll of {engine.info.id}", self._poller(engine, inbox))
         opened = on.RunOpened(
             self.run_id, config.run.seed, None if self.resumption is None else self.resumption.step
         )
         joined = [on.EngineJoined(engine.info, engine.version) for engine in engines.values()]
-        with self._signals(loop, inbox, driver), _calm_gc():
+        driver.when_failing(self._failing)
+        self._driver, self._inbox = driver, inbox
+        with _calm_gc():
             return await driver.run(opened, joined)
+
+    def _journal(self) -> FileJournal:
+        loop = asyncio.get_running_loop()
+
+        def failed(error: OSError) -> None:
+            self._disk_error = error
+            loop.call_soon_threadsafe(self._disk_failed.set)
+
+        return FileJournal(self.run_dir, self.run_id, on_error=failed)
+
+    async def _watch_disk(self) -> None:
+        """A journal that cannot be written ends the run: what it did from then on could not be told."""
+        await self._disk_failed.wait()
+        error = self._disk_error or OSError("the disk failed")
+        raise OSError(error.errno, f"{error.strerror or error}: mend the disk and resume", error.filename)
 
     def _poller(self, engine: Engine, inbox: Inbox) -> Callable[[], Any]:
         interval = self.config.metrics.load_interval_s
@@ -290,7 +359,8 @@ class Assembly:
                 engines = tasks.create_task(self._start_engines())
                 tasks.create_task(self._start_trainer())
         except BaseExceptionGroup as group:
-            raise first_cause(group) from group
+            cause = first_cause(group)
+            raise cause from cause.__cause__
         return engines.result()
 
     async def _start_engines(self) -> dict[EngineId, HttpEngine]:
@@ -325,8 +395,9 @@ class Assembly:
             )
         )
         for engine in engines:
-            # A server that runs on from an earlier run holds that run's last weights.
-            if engine.version != self.start_version:
+            # A server that runs on from an earlier run holds that run's last weights, whatever their number.
+            is_ours = isinstance(section, EmbeddedEngine)
+            if engine.version != self.start_version or (self.start_version and not is_ours):
                 await engine.update_weights(self.start_version, str(self._weights_now()))
         return {engine.info.id: engine for engine in engines}
 
@@ -350,6 +421,7 @@ class Assembly:
             log_path=self.run_dir / "logs" / f"engine-{number}.log",
             start_s=section.start_s,
             error=EngineError,
+            inherit=self._inherit,
         )
         self.children.append(child)
         return child
@@ -375,17 +447,36 @@ class Assembly:
             threads=section.threads,
             error=TrainerError,
             may_finish=False,
+            inherit=self._inherit,
         )
         self.children.append(child)
 
     async def _close_children(self) -> None:
         """The trainer ends by itself, having saved, once the run's status says so; engines are simply stopped."""
-        trainers = [c for c in self.children if c.name == "trainer" and c.exit_code is None]
-        others = [c for c in self.children if c not in trainers]
-        finish_s = 0.0 if self._stops > 1 else _TRAINER_END_S
-        await asyncio.gather(
-            *(c.close(term_s=1.0, finish_s=finish_s) for c in trainers), *(c.close(term_s=1.0) for c in others)
+        self._ending = True
+        if not self.children:
+            return
+        save_s = self._save_s()
+        closing = asyncio.gather(
+            *(c.close(_TERM_S, finish_s=save_s if c.name == "trainer" else 0.0) for c in self.children)
         )
+        hurry = asyncio.create_task(self._hurry.wait())
+        try:
+            await asyncio.wait((closing, hurry), return_when=asyncio.FIRST_COMPLETED)
+            if not closing.done():
+                for child in self.children:
+                    child.kill()
+            await closing
+        finally:
+            hurry.cancel()
+
+    def _save_s(self) -> float:
+        """Seconds the trainer may take to end by itself."""
+        if self._status.status.status == "done":
+            return _SAVE_S
+        if not self._stops:
+            return _FAILED_SAVE_S
+        return max(0.0, self._stop_by - asyncio.get_running_loop().time() - _TERM_S)
 
     # ── where things are ──
 
@@ -407,26 +498,81 @@ class Assembly:
     # ── stopping ──
 
     @contextlib.contextmanager
-    def _signals(self, loop: asyncio.AbstractEventLoop, inbox: Inbox, driver: Driver) -> Iterator[None]:
+    def _signals(self) -> Iterator[None]:
         """Ctrl-C once drains and saves, twice stops at once; SIGTERM is the first of them."""
-
-        def stop(name: str) -> None:
-            self._stops += 1
-            if self._stops == 1:
-                inbox.post(on.ShutdownRequested(name))
-                limit = self.config.run.drain_s
-                text = f"work did not stop within run.drain_s, {limit:g} s, after {name}"
-                loop.call_later(limit, driver.fail, StoppedTwice(text))
-            else:
-                driver.fail(StoppedTwice(f"{name} a second time"))
-
+        if threading.current_thread() is not threading.main_thread():
+            yield  # signals reach the main thread alone; whoever runs us in another looks after them
+            return
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
         for number, name in ((signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")):
-            loop.add_signal_handler(number, stop, name)
+            loop.add_signal_handler(number, self._stop, name, task)
         try:
             yield
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
+
+    def _stop(self, name: str, task: asyncio.Task[Any]) -> None:
+        self._stops += 1
+        if self._stops > 1:
+            self._abandon(f"{name} a second time", _TERM_S + _HARD_S)
+            return
+        loop = asyncio.get_running_loop()
+        limit = self.config.run.drain_s
+        self._stop_by = loop.time() + limit
+        self._cut_off_in(limit + _HARD_S)
+        if self._inbox is not None:
+            self._inbox.post(on.ShutdownRequested(name))
+        elif not self._ending:
+            task.cancel()
+        loop.call_later(
+            limit, self._abandon, f"work did not stop within run.drain_s, {limit:g} s, after {name}", _HARD_S
+        )
+
+    def _abandon(self, why: str, within_s: float) -> None:
+        self._cut_off_in(within_s)
+        self._hurry.set()
+        if self._driver is not None:
+            self._driver.fail(StoppedTwice(why))
+
+    def _failing(self) -> None:
+        if not self._stops:
+            self._cut_off_in(_FAILED_S)
+
+    def _cut_off_in(self, seconds: float) -> None:
+        if self._cut_off is not None:
+            self._cut_off.within(seconds)
+
+
+class CutOff:
+    """Ends this process when a run does not stop: a thread that hangs in somebody's code cannot be ended otherwise.
+
+    What is on disk stays as it is, and a resumed run goes on from there.
+    """
+
+    def __init__(self, status: StatusFile, children: list[ChildProcess]) -> None:
+        self._status, self._children = status, children
+        self._timer: threading.Timer | None = None
+
+    def within(self, seconds: float) -> None:
+        """Not later than that; a later call sets a new time."""
+        self.off()
+        self._timer = threading.Timer(seconds, self._end, (seconds,))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def off(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _end(self, seconds: float) -> None:
+        why = f"something did not stop within {seconds:g} s, and was cut off"
+        before = self._status.status
+        self._status.finish("stopped", why)
+        for child in self._children:
+            child.kill()
+        print(f"error: {before.reason or why} ({why})", file=sys.stderr, flush=True)
+        os._exit(1 if self._status.status.status == "failed" else 130)
 
 
 @contextlib.contextmanager
