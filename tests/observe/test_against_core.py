@@ -24,6 +24,7 @@ def world_setup(seed: int) -> CoreSetup:
         max_staleness=max(1, seed % 3),
         max_steps=6,
         evals=[EvalSection(id="held", examples=3, k=2, every=2)],
+        checkpoint_every=2,
         seed=seed,
         seq_len=12 if seed % 2 else 64,
     )
@@ -66,3 +67,33 @@ def test_the_account_of_the_journal_is_the_account_of_the_core(seed: int) -> Non
     assert trace.finish is not None
     assert len(folds.training.steps) == len(trace.batches)
     assert {row.step for row in folds.training.evals} == {report.version for report in trace.evals}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_run_that_was_killed_and_resumed_is_accounted_for_as_one(seed: int) -> None:
+    folds = RunFolds()
+    times = []
+
+    def watch(world: World, event: Event, commands: list[Command]) -> None:
+        times.append(folds.apply(world.now, event, commands))
+        assert all(line.is_conserved for line in folds.account.lines())
+
+    setup = world_setup(seed)
+    first = World(setup, chaos(seed, failures=0.1), engines=2, cap=6, watch=watch)
+    while not first.trace.checkpoints and first.trace.finish is None:
+        first.run(events=10)
+    first.run(events=25)  # killed some time after it
+    step, state = first.trace.checkpoints[-1]
+    second = World(setup, chaos(seed + 100, failures=0.1), engines=2, cap=6, state=state, watch=watch)
+    second.run(events=30_000)
+    assert second.trace.finish is not None
+    assert times == sorted(times)
+    for line in folds.account.lines():
+        assert line.rollouts["in_flight"] == line.rollouts["queued"] == 0
+        assert line.launched == sum(
+            c.task.env == line.env and c.task.split == line.split
+            for world in (first, second)
+            for c in world.trace.launched
+        )
+    assert {row.segment for row in folds.training.steps if row.step > step} >= {1}
+    assert folds.run.status == "done"

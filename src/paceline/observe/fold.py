@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from paceline.domain.commands import Command
-from paceline.domain.events import Event
+from paceline.domain.events import Event, RunOpened
 
 Handler: TypeAlias = Callable[[float, Any], None]
 """Takes the time of the decision, in seconds of the run's clock, and one event or command."""
@@ -47,7 +47,11 @@ class Fold:
 
 
 class Folds:
-    """Several folds behind one `apply`. A fold that reads another's state must come after it."""
+    """Several folds behind one `apply`. A fold that reads another's state must come after it.
+
+    Folds are given the run's time: a process that resumes a run starts its clock at nought, and here its first moment
+    is the last one of the process before.
+    """
 
     def __init__(self, folds: Iterable[Fold]) -> None:
         table: dict[type, tuple[Handler, ...]] = {}
@@ -55,15 +59,22 @@ class Folds:
             for kind, handler in fold.handlers().items():
                 table[kind] = (*table.get(kind, ()), handler)
         self._table = table
+        self._now = 0.0
+        self._before = 0.0
+        """Seconds of the run that went by before this process."""
 
-    def apply(self, at: float, event: Event, commands: Sequence[Command] = ()) -> None:
-        """Take in one decision. Costs a dictionary look-up for what no fold reads."""
+    def apply(self, at: float, event: Event, commands: Sequence[Command] = ()) -> float:
+        """Take in one decision; returns the run's time. Costs a dictionary look-up for what no fold reads."""
+        if type(event) is RunOpened:
+            self._before = max(0.0, self._now - at)
         table = self._table
+        at = self._now = at + self._before
         for handler in table.get(type(event), ()):
             handler(at, event)
         for command in commands:
             for handler in table.get(type(command), ()):
                 handler(at, command)
+        return at
 
     def read(self, decisions: Iterable[Decision]) -> None:
         """Take in a whole journal."""

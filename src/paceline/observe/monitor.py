@@ -69,7 +69,7 @@ class Monitor:
             )
 
     def _take(self, at: float, event: Event, commands: Sequence[Command]) -> None:
-        self._fold(at, event, commands)
+        at = self._fold(at, event, commands)
         if type(event) is LoadReported and event.load is not None:
             self._loads[event.engine] = event.load
         if at >= self._next_now and self._pump is not None:
