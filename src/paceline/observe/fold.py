@@ -49,7 +49,7 @@ class Fold:
 class Folds:
     """Several folds behind one `apply`. A fold that reads another's state must come after it.
 
-    Folds are given the run's time: a process that resumes a run starts its clock at nought, and here its first moment
+    Folds are given the run's time: where a process that resumes starts its clock at nought, its first moment here
     is the last one of the process before.
     """
 
