@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.cli.api import run
     from paceline.transport.reader import publish_weights, read_batches
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "publish_weights", "read_batches"]
+__all__ = ["__version__", "publish_weights", "read_batches", "run"]
 
 _HOME = {
     "publish_weights": "paceline.transport.reader",
     "read_batches": "paceline.transport.reader",
+    "run": "paceline.cli.api",
 }
 """Public names are imported when they are first asked for: a trainer pays for the reader alone."""
 

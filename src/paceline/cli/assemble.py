@@ -1,6 +1,6 @@
 """Puts a run together from its config: processes, engines, environments, core, driver; and takes it apart again.
 
-    config ─▶ run directory ─▶ children (engine, trainer) ─▶ engines ─▶ core (restored) ─▶ driver ─▶ report
+config ─▶ run directory ─▶ children (engine, trainer) ─▶ engines ─▶ core (restored) ─▶ driver ─▶ report
 """
 
 from __future__ import annotations
@@ -512,7 +512,7 @@ class Assembly:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
 
-    def _stop(self, name: str, task: asyncio.Task[Any]) -> None:
+    def _stop(self, name: str, task: asyncio.Task[Any] | None) -> None:
         self._stops += 1
         if self._stops > 1:
             self._abandon(f"{name} a second time", _TERM_S + _HARD_S)
@@ -523,7 +523,7 @@ class Assembly:
         self._cut_off_in(limit + _HARD_S)
         if self._inbox is not None:
             self._inbox.post(on.ShutdownRequested(name))
-        elif not self._ending:
+        elif task is not None and not self._ending:
             task.cancel()
         loop.call_later(
             limit, self._abandon, f"work did not stop within run.drain_s, {limit:g} s, after {name}", _HARD_S
@@ -587,4 +587,3 @@ def _calm_gc() -> Iterator[None]:
     finally:
         gc.set_threshold(*before)
         gc.unfreeze()
-

@@ -216,7 +216,7 @@ def _packages(config: RunConfig) -> list[Finding]:
         needs.append(("metrics.tensorboard", "tensorboard", ("tensorboardX",)))
     found = []
     for what, extra, packages in needs:
-        missing = [name for name in packages if importlib.util.find_spec(name) is None]
+        missing = [name for name in packages if not _is_installed(name)]
         if missing:
             found.append(
                 Finding(
@@ -227,6 +227,13 @@ def _packages(config: RunConfig) -> list[Finding]:
                 )
             )
     return found or [Finding("ok", "packages", "all that the config uses are installed")]
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):  # a finder that refuses it; a half-imported module
+        return False
 
 
 def _env_check(config: RunConfig, section: EnvSection | EvalSection) -> Callable[[], list[Finding]]:

@@ -7,17 +7,29 @@ import asyncio
 import json
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.cli.options import add_config_argument, load_config
-from paceline.errors import PacelineError
+from paceline.errors import ConfigError, PacelineError
 
 if TYPE_CHECKING:
+    from paceline.cli.assemble import Resumption
     from paceline.config import RunConfig
     from paceline.config.load import Loaded
+    from paceline.observe.run import RunFolds
 
 TAKES_CONFIG = True
+
+
+class Outcome(NamedTuple):
+    """How a run ended."""
+
+    summary: dict[str, Any]
+    code: int
+    """For the process."""
+    error: BaseException | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,49 +51,109 @@ def run(args: argparse.Namespace) -> int:
     from paceline.cli.doctor import render
 
     loaded = load_config(args)
-    findings = asyncio.run(diagnose(loaded))
-    broken = any(finding.level == "error" for finding in findings)
-    if args.dry_run or broken:
+    if args.dry_run:
+        findings = asyncio.run(diagnose(loaded))
         print(render(findings, color=sys.stdout.isatty()), flush=True)
-        return 2 if broken else 0
+        return 2 if any(finding.level == "error" for finding in findings) else 0
+    check(loaded)
+    outcome = start(loaded, resume=args.resume, plain=args.plain, may_exit=True)
+    if args.summary == "json":
+        print(json.dumps(outcome.summary), flush=True)
+    return outcome.code
+
+
+def check(loaded: Loaded[RunConfig]) -> None:
+    """Look at everything the run needs, before anything is started. ConfigError with all that would keep it from it."""
+    from paceline.cli.checks import diagnose
+
+    findings = asyncio.run(diagnose(loaded))
     for finding in findings:
         if finding.level == "warning":
-            _say(f"warning: {finding.what}: {finding.facts}; {finding.remedy}")
-    return _run(loaded, args)
+            _say(f"warning: {'; '.join(filter(None, (finding.what, finding.facts, finding.remedy)))}")
+    broken = [
+        ": ".join(filter(None, (finding.what, finding.facts, finding.remedy)))
+        for finding in findings
+        if finding.level == "error"
+    ]
+    if len(broken) == 1:
+        raise ConfigError(broken[0])
+    if broken:
+        raise ConfigError("\n  ".join([f"{len(broken)} things keep this run from starting:", *broken]))
 
 
-def _run(loaded: Loaded[RunConfig], args: argparse.Namespace) -> int:
-    from paceline.cli.rundir import CONFIG_FILE, latest_run_dir, new_run_dir, resumption
+def start(
+    loaded: Loaded[RunConfig], *, resume: str | None = None, plain: bool = False, may_exit: bool = False
+) -> Outcome:
+    """Run in a new directory, or go on in one: `resume` names it, "" for the newest of this name.
+
+    ConfigError when it cannot begin; whatever ends it after that is told, and in the outcome. `may_exit`: see
+    `Assembly`.
+    """
+    from paceline.cli.rundir import CONFIG_FILE, RunLock, existing_run_dir, new_run_dir, resumption
     from paceline.config.dump import dump
+    from paceline.tokens.tokenizer import resolve_model_dir
     from paceline.transport.status import open_run
 
     config = loaded.value
-    goes_on = None
-    if args.resume is None:
-        run_dir, run_id = new_run_dir(config)
-    else:
-        run_dir = Path(args.resume) if args.resume else latest_run_dir(config)
-        run_id, goes_on, notes = resumption(run_dir, config)
-        for note in notes:
-            _say(note)
-    open_run(
-        run_dir,
-        run_id,
-        resume_step=None if args.resume is None else (goes_on.step if goes_on else 0),
-        steps=config.run.max_steps,
+    resolve_model_dir(config.model.name)  # fetches it if need be: before there is a directory
+    goes_on: Resumption | None = None
+    with ExitStack() as stack:
+        if resume is None:
+            run_dir, run_id = new_run_dir(config)
+            lock = stack.enter_context(RunLock(run_dir, _say))
+        else:
+            run_dir = existing_run_dir(config, resume)
+            lock = stack.enter_context(RunLock(run_dir, _say))
+            if (finished := _finished(run_dir, config)) is not None:
+                return finished
+            run_id, goes_on, notes = resumption(run_dir, config)
+            for note in notes:
+                _say(note)
+            _say(f"going on in {run_dir} behind step {goes_on.step if goes_on else 0}")
+        open_run(
+            run_dir,
+            run_id,
+            resume_step=None if resume is None else (goes_on.step if goes_on else 0),
+            trained=goes_on.trained if goes_on else None,
+            steps=config.run.max_steps,
+        )
+        (run_dir / CONFIG_FILE).write_text(dump(config, loaded.provenance), encoding="utf-8")
+        return execute(config, run_dir, run_id, goes_on, plain=plain, lock_fd=lock.fd, may_exit=may_exit)
+
+
+def _finished(run_dir: Path, config: RunConfig) -> Outcome | None:
+    """The outcome of a run that has nothing left to do; None when there is."""
+    from paceline.journal import read_journal
+    from paceline.observe.run import RunFolds, summary
+    from paceline.runtime.checkpoints import Checkpoints
+    from paceline.transport.status import read_status
+
+    status = read_status(run_dir)
+    steps = Checkpoints(run_dir / "checkpoints" / "core", config.checkpoint.keep_last).steps()
+    if status is None or status.status != "done" or not steps or steps[-1] < config.run.max_steps:
+        return None
+    _say(
+        f"nothing to do: {run_dir} is done, with {steps[-1]} of {config.run.max_steps} steps; to go on, raise "
+        "run.max_steps"
     )
-    (run_dir / CONFIG_FILE).write_text(dump(config, loaded.provenance), encoding="utf-8")
-    summary, code = execute(config, run_dir, run_id, goes_on, plain=args.plain)
-    if args.summary == "json":
-        print(json.dumps(summary), flush=True)
-    return code
+    folds = RunFolds(live=True)
+    folds.read(read_journal(run_dir))
+    told = summary(folds) | {"run_dir": str(run_dir), "status": status.status, "reason": status.reason}
+    return Outcome(told, 0, None)
 
 
 def execute(
-    config: RunConfig, run_dir: Path, run_id: str, goes_on: Any = None, *, plain: bool = False
-) -> tuple[dict[str, Any], int]:
-    """Run in an opened run directory: the summary, and the exit code. Errors are told and become the status."""
-    from paceline.cli.assemble import Assembly, StoppedTwice
+    config: RunConfig,
+    run_dir: Path,
+    run_id: str,
+    goes_on: Resumption | None = None,
+    *,
+    plain: bool = False,
+    lock_fd: int | None = None,
+    may_exit: bool = False,
+) -> Outcome:
+    """Run in an opened run directory. Errors are told and become the status."""
+    from paceline.cli.assemble import Assembly, Stopped, StoppedTwice
     from paceline.cli.status import StatusFile
     from paceline.observe.live import open_view
     from paceline.observe.monitor import Monitor
@@ -92,10 +164,20 @@ def execute(
     began = time.monotonic()
     folds = RunFolds(live=True)
     with StatusFile(run_dir, run_id=run_id, steps=config.run.max_steps) as status:
+        until = _earlier_lives(run_dir, folds)
         pump = SinkPump(
             open_sinks(run_dir, config.metrics, run_name=run_dir.name, config=config.model_dump(mode="json"))
         )
-        assembly = Assembly(config, run_dir, run_id, goes_on, status=status)
+        assembly = Assembly(
+            config,
+            run_dir,
+            run_id,
+            goes_on,
+            status=status,
+            clock_start=until,
+            lock_fd=lock_fd,
+            may_exit=may_exit,
+        )
         view = open_view(
             folds, sys.stderr, max_steps=config.run.max_steps, cap=lambda: assembly.cap, plain=plain
         )
@@ -104,11 +186,15 @@ def execute(
             with Monitor(folds, pump=pump, view=view) as monitor:
                 finish = asyncio.run(assembly.run([monitor], _say))
             code = status.finish(finish.status, finish.reason)
+        except Stopped as stopped:
+            code = status.finish("stopped", str(stopped))
         except StoppedTwice as stopped:
             status.finish("stopped", str(stopped))
             error, code = stopped, 130
         except PacelineError as failure:
             error, code = failure, status.fail(failure)
+        finally:
+            assembly.close()
         _write_report(run_dir)
     if error is not None:
         print(f"error: {status.status.reason}", file=sys.stderr, flush=True)
@@ -117,21 +203,36 @@ def execute(
     _say(f"{status.status.status}: {run_dir}")
     told = summary(folds, wall_s=time.monotonic() - began)
     told |= {"run_dir": str(run_dir), "status": status.status.status, "reason": status.status.reason}
-    return told, code
+    return Outcome(told, code, error)
+
+
+def _earlier_lives(run_dir: Path, folds: RunFolds) -> float:
+    """Let the folds know what a resumed run has behind it; returns the time at which its clock goes on."""
+    from paceline.journal import read_journal
+    from paceline.journal.files import file_numbers
+
+    at = 0.0
+    if file_numbers(run_dir, "log"):
+        for record in read_journal(run_dir, on_note=lambda _: None):
+            at = folds.apply(record.at, record.event, record.commands)
+    return at
 
 
 def _write_report(run_dir: Path) -> None:
     """The report is a fold over the journal: if it cannot be made, the run stands all the same."""
     from paceline.cli.report import make_report
+    from paceline.journal.files import file_numbers
 
+    if not file_numbers(run_dir, "log"):
+        return  # it ended before anything happened
+    again = f"make it with: paceline report {run_dir}"
     try:
         _say(f"report: {make_report(run_dir)}")
     except (PacelineError, OSError) as error:
-        _say(f"no report: {error}; try again with: paceline report {run_dir}")
+        _say(f"no report: {error}; {again}")
+    except KeyboardInterrupt:
+        _say(f"no report; {again}")
 
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-

@@ -2,24 +2,79 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 import secrets
+import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Self
 
 from paceline.cli.assemble import Resumption
-from paceline.config import RunConfig
+from paceline.config import ReferenceTrainer, RunConfig
 from paceline.errors import ConfigError, WireError
 from paceline.runtime.checkpoints import Checkpoints
-from paceline.transport.layout import batch_dir, weights_dir
+from paceline.transport.layout import VERSION_FILE, WEIGHTS, batch_dir, steps_in, versions_in, weights_dir
 from paceline.transport.status import read_status
 
 CONFIG_FILE = "config.toml"
+LOCK_FILE = "run.lock"
 _TRAINER_CHECKPOINT = re.compile(r"v(\d{8})")
+_LOCK_WAIT_S = 10.0
+"""A killed run's processes end within seconds; after that, somebody runs it."""
+_LOCK_POLL_S = 0.1
+
+
+class RunLock:
+    """Held by a run and by every process it starts: who has it is alone in the directory.
+
+    A killed run's trainer may still be finishing a step when the run is resumed; what it would publish then must not
+    be taken for the new one's. So the lock is an open file that the children inherit: it is free once all are gone.
+    """
+
+    def __init__(self, run_dir: Path, say: Callable[[str], None], *, wait_s: float = _LOCK_WAIT_S) -> None:
+        """Waits a moment for the processes of a run that was killed. ConfigError when somebody runs it."""
+        self.fd = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            self._take(run_dir, say, wait_s)
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def _take(self, run_dir: Path, say: Callable[[str], None], wait_s: float) -> None:
+        deadline, told = time.monotonic() + wait_s, False
+        while True:
+            try:
+                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    status = read_status(run_dir)
+                    who = f" (process {status.pid} on {status.host})" if status and status.pid else ""
+                    raise ConfigError(
+                        f"{run_dir} is being run by another process{who}: end that one first, or start a run of its "
+                        "own without --resume"
+                    ) from None
+                if not told:
+                    say("waiting for the processes of the run's earlier life to end")
+                    told = True
+                time.sleep(_LOCK_POLL_S)
+            except OSError:
+                return  # a file system without locks: that a run is started once is then up to whoever starts it
+            else:
+                return
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.fd)
 
 
 def new_run_dir(config: RunConfig) -> tuple[Path, str]:
     """A fresh directory `dir/name`, or `dir/name-2` and so on, and an id for the run."""
-    root = Path(config.run.dir)
+    root = _root(config)
     path, number = root / config.run.name, 1
     while True:
         try:
@@ -28,14 +83,31 @@ def new_run_dir(config: RunConfig) -> tuple[Path, str]:
             number += 1
             path = root / f"{config.run.name}-{number}"
         except OSError as error:
-            raise ConfigError(f"run.dir: cannot make {path}: {error}; choose another with --run.dir") from error
+            raise ConfigError(
+                f"run.dir: cannot make {path}: {error}; choose another with --run.dir"
+            ) from error
         else:
             return path, f"{path.name}-{secrets.token_hex(4)}"
 
 
+def _root(config: RunConfig) -> Path:
+    # Absolute: engines, which may run elsewhere, are told to load weights from there.
+    return Path(config.run.dir).expanduser().absolute()
+
+
+def existing_run_dir(config: RunConfig, given: str) -> Path:
+    """The directory that `--resume` names, else the newest of runs of this name. ConfigError when there is none."""
+    if given:
+        run_dir = Path(given).expanduser().absolute()
+        if not run_dir.is_dir():
+            raise ConfigError(f"--resume: there is no run directory {run_dir}")
+        return run_dir
+    return latest_run_dir(config)
+
+
 def latest_run_dir(config: RunConfig) -> Path:
     """The newest directory of runs of this name. ConfigError when there is none."""
-    root = Path(config.run.dir)
+    root = _root(config)
     named = re.compile(rf"{re.escape(config.run.name)}(?:-(\d+))?")
     found = [
         (int(match[1] or 1), path)
@@ -43,7 +115,9 @@ def latest_run_dir(config: RunConfig) -> Path:
         if path.is_dir() and (match := named.fullmatch(path.name))
     ]
     if not found:
-        raise ConfigError(f"--resume: there is no run called {config.run.name!r} in {root}: start it without --resume")
+        raise ConfigError(
+            f"--resume: there is no run called {config.run.name!r} in {root}: start it without --resume"
+        )
     return max(found)[1]
 
 
@@ -51,7 +125,8 @@ def resumption(run_dir: Path, config: RunConfig) -> tuple[str, Resumption | None
     """The run's id, where it goes on (None: from the beginning), and notes for people.
 
     The core goes on from its newest checkpoint k; the trainer from its newest checkpoint t that is not beyond k, and
-    trains the batches t+1 to k again from disk. WireError when those batches are gone.
+    trains the batches t+1 to k again from disk. A trainer of the user's own has checkpoints of its own; there, t is
+    the newest version it has published. WireError when batches in between are gone.
     """
     status = read_status(run_dir)
     if status is None:
@@ -59,9 +134,10 @@ def resumption(run_dir: Path, config: RunConfig) -> tuple[str, Resumption | None
     core = Checkpoints(run_dir / "checkpoints" / "core", config.checkpoint.keep_last)
     found = core.newest_usable()
     if found is None:
+        _drop_trainer_after(run_dir, 0)
         return status.run_id, None, ["the run has no checkpoint yet: it starts again at step 1"]
     step, state, notes = found
-    trained = max([t for t in _trainer_steps(run_dir) if t <= step], default=0)
+    trained = _trained(run_dir, config, step)
     missing = [n for n in range(trained + 1, step + 1) if not batch_dir(run_dir, n).is_dir()]
     if missing:
         raise WireError(
@@ -70,9 +146,22 @@ def resumption(run_dir: Path, config: RunConfig) -> tuple[str, Resumption | None
             "earlier one"
         )
     if trained and not weights_dir(run_dir, trained).is_dir():
-        raise WireError(f"{run_dir}: weights/v{trained:06d} are gone, but the trainer's checkpoint is of that step")
+        raise WireError(
+            f"{run_dir}: weights/v{trained:06d} are gone, but the trainer's checkpoint is of that step"
+        )
     core.drop_after(step)
+    _drop_trainer_after(run_dir, trained)
+    lost = max(steps_in(run_dir / "batches"), default=0) - step
+    if lost > 0:
+        notes.append(f"{lost} later batches, cut after the last checkpoint, are cut again")
     return status.run_id, Resumption(state=state, step=step, trained=trained), notes
+
+
+def _trained(run_dir: Path, config: RunConfig, step: int) -> int:
+    if isinstance(config.trainer, ReferenceTrainer):
+        return max([t for t in _trainer_steps(run_dir) if t <= step], default=0)
+    whole = [v for v in versions_in(run_dir / WEIGHTS) if (weights_dir(run_dir, v) / VERSION_FILE).is_file()]
+    return max([v for v in whole if v <= step], default=0)
 
 
 def _trainer_steps(run_dir: Path) -> list[int]:
@@ -80,3 +169,12 @@ def _trainer_steps(run_dir: Path) -> list[int]:
     if not folder.is_dir():
         return []
     return sorted(int(m[1]) for p in folder.iterdir() if (m := _TRAINER_CHECKPOINT.fullmatch(p.name)))
+
+
+def _drop_trainer_after(run_dir: Path, step: int) -> None:
+    """Else they, being the newest, would be kept instead of the ones that the resumed run makes."""
+    for later in _trainer_steps(run_dir):
+        if later > step:
+            shutil.rmtree(run_dir / "checkpoints" / "trainer" / f"v{later:08d}")
+    for unfinished in (run_dir / "checkpoints" / "trainer").glob(".v*.tmp"):
+        shutil.rmtree(unfinished, ignore_errors=True)

@@ -23,12 +23,13 @@ from paceline.domain import events as on
 from paceline.domain.commands import Command
 from paceline.domain.events import Event
 from paceline.domain.ids import EngineId
-from paceline.errors import InvariantError, PacelineError, TrainerError
+from paceline.errors import InvariantError, PacelineError
 from paceline.ports import BatchSink, Engine, Journal, PolicySource
 from paceline.runtime.inbox import Gates, Inbox
 from paceline.runtime.offload import Offload
 from paceline.runtime.processor import GroupProcessor
 from paceline.runtime.runner import RolloutRunner
+from paceline.runtime.watch import TrainerWatch
 
 _SLICE_S = 0.002
 """Longest stretch of draining before the loop gets a turn; performance.md's measured lags come from none."""
@@ -87,7 +88,7 @@ class Driver:
         clock: Callable[[], float] | None = None,
         step_limit_s: float = float("inf"),
     ) -> None:
-        """`step_limit_s`: seconds a shipped batch may wait for the trainer's acknowledgement."""
+        """`step_limit_s`: seconds the trainer may owe an acknowledgement, or the weights of an acknowledged step."""
         self.core = core
         self._engines = engines
         self._processor = processor
@@ -98,7 +99,6 @@ class Driver:
         self._packing = packing
         self._offload = offload
         self._folds = tuple(folds)
-        self._step_limit_s = step_limit_s
         self._loop = asyncio.get_running_loop()
         self.clock = clock or self._loop.time
         self._inbox = inbox
@@ -106,9 +106,10 @@ class Driver:
         self._runner = runner
         self._ships: asyncio.Queue[do.ShipBatch] = asyncio.Queue()
         self._finish: asyncio.Future[do.FinishRun] = self._loop.create_future()
+        self._failure: BaseException | None = None
         self._background: list[tuple[str, Callable[[], Coroutine[Any, Any, None]]]] = []
         self._tasks = asyncio.TaskGroup()
-        self._shipped_at: dict[int, float] = {}
+        self._trainer = TrainerWatch(step_limit_s, self.fail, trained=core.trained)
         self._perform: dict[type, Callable[[Any], None]] = {
             do.StartRollout: self._start_rollout,
             do.GrantTurn: gates.open,
@@ -133,6 +134,8 @@ class Driver:
     async def run(self, opened: on.RunOpened, joined: Sequence[on.EngineJoined]) -> do.FinishRun:
         """Run to the end. Raises what ended the run when that was an error, the first of several."""
         background: list[asyncio.Task[None]] = []
+        if self.core.cut > self.core.trained:  # batches of an earlier life that the trainer trains again
+            self._trainer.shipped(self.core.cut)
         try:
             async with self._tasks as tasks:
                 for name, make in (
@@ -140,7 +143,7 @@ class Driver:
                     ("policy watcher", self._watch_policy),
                     *self._background,
                 ):
-                    background.append(tasks.create_task(_named(name, make()), name=name))
+                    background.append(tasks.create_task(self._guarded(name, make()), name=name))
                 self._inbox.post(opened)
                 for event in joined:
                     self._inbox.post(event)
@@ -149,15 +152,30 @@ class Driver:
                 for task in background:
                     task.cancel()
         except BaseExceptionGroup as group:
-            raise first_cause(group) from group
+            cause = self._failure or first_cause(group)
+            raise cause from cause.__cause__
         finally:
-            await self._journal.flush()
+            self._trainer.close()
+            await self._flush()
         return finish
 
     def fail(self, error: BaseException) -> None:
-        """End the run with this cause."""
+        """End the run with this cause, unless it has ended: the first cause counts."""
         if not self._finish.done():
+            self._failure = error
             self._finish.set_exception(error)
+
+    def when_failing(self, tell: Callable[[], None]) -> None:
+        """Call `tell` as soon as something ends the run with an error: work is still being stopped then."""
+        self._finish.add_done_callback(lambda _: tell() if self._failure is not None else None)
+
+    async def _flush(self) -> None:
+        try:
+            await self._journal.flush()
+        except OSError as error:
+            if self._failure is None:
+                raise PacelineError(f"the end of the journal cannot be written: {error}") from error
+            self._failure.add_note(f"and the end of the journal could not be written: {error}")
 
     def _drain(self) -> None:
         events, core, perform = self._inbox.events, self.core, self._perform
@@ -183,7 +201,7 @@ class Driver:
     # ── commands ──
 
     def _start_rollout(self, command: do.StartRollout) -> None:
-        self._tasks.create_task(self._roll_out(command))
+        self._tasks.create_task(self._guarded("rollout runner", self._roll_out(command)))
 
     async def _roll_out(self, command: do.StartRollout) -> None:
         rollout = await self._runner.run(command)
@@ -194,7 +212,7 @@ class Driver:
         self._runner.cancel(command.rollout, command.cause)
 
     def _process_group(self, command: do.ProcessGroup) -> None:
-        self._spawn(self._processor.process(command.group))
+        self._spawn("group processor", self._processor.process(command.group))
 
     def _update_weights(self, command: do.UpdateWeights) -> None:
         async def update() -> on.WeightsLoaded:
@@ -206,7 +224,7 @@ class Driver:
                 error = str(failure)
             return on.WeightsLoaded(command.engine, command.version, self.clock() - began, error)
 
-        self._spawn(update())
+        self._spawn("weight update", update())
 
     def _save_checkpoint(self, command: do.SaveCheckpoint) -> None:
         async def save() -> on.CheckpointSaved:
@@ -215,7 +233,7 @@ class Driver:
             await self._offload.run(self._checkpoints.save, command.step, command.state)
             return on.CheckpointSaved(command.step, self.clock() - began)
 
-        self._spawn(save())
+        self._spawn("saving of the checkpoint", save())
 
     def _set_alarm(self, command: do.WakeAt) -> None:
         delay = max(0.0, command.at - self.clock())
@@ -225,11 +243,23 @@ class Driver:
         if not self._finish.done():
             self._finish.set_result(command)
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, Event]) -> None:
+    def _spawn(self, name: str, coroutine: Coroutine[Any, Any, Event]) -> None:
         async def answer() -> None:
             self._inbox.post(await coroutine)
 
-        self._tasks.create_task(answer())
+        self._tasks.create_task(self._guarded(name, answer()))
+
+    async def _guarded(self, name: str, coroutine: Awaitable[None]) -> None:
+        """Whatever fails in the background ends the run at once, by its name; the rest is then stopped."""
+        try:
+            await coroutine
+        except PacelineError as error:
+            error.add_note(f"in the {name}")
+            self.fail(error)
+        except Exception as error:
+            failure = ComponentFailed(f"the {name} failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self.fail(failure)
 
     # ── what runs beside ──
 
@@ -248,52 +278,22 @@ class Driver:
             )
             packed_at = self.clock()
             size = await self._sink.ship(packed)
-            self._expect_acknowledgement(batch.step)
+            self._trainer.shipped(batch.step)
             self._inbox.post(on.BatchShipped(batch.step, size, packed_at - began, self.clock() - packed_at))
 
     async def _watch_policy(self) -> None:
         while True:
             published = await self._policy.next()
             if published.trained_step is not None:
-                self._shipped_at.pop(published.trained_step, None)
+                self._trainer.acknowledged(published.trained_step)
                 self._inbox.post(on.StepTrained(published.trained_step, published.metrics))
             if published.version is not None:
+                self._trainer.published(published.version)
                 self._inbox.post(on.PolicyPublished(published.version, published.path))
-
-    def _expect_acknowledgement(self, step: int) -> None:
-        if self._step_limit_s == float("inf"):
-            return
-        self._shipped_at[step] = self.clock()
-        self._loop.call_later(self._step_limit_s, self._check_trainer, step)
-
-    def _check_trainer(self, step: int) -> None:
-        """The trainer takes batches in order, so a batch's own clock starts when the one before is acknowledged."""
-        if step not in self._shipped_at or self._finish.done():
-            return
-        if min(self._shipped_at) < step:
-            self._shipped_at[step] = self.clock()
-            self._loop.call_later(self._step_limit_s, self._check_trainer, step)
-            return
-        self.fail(
-            TrainerError(
-                f"batch {step} was shipped {self._step_limit_s:g} s ago and the trainer has not acknowledged it: it "
-                "hangs or reads elsewhere; look at its log, or raise trainer.step_s"
-            )
-        )
 
 
 def _seen_by_folds(command: Command) -> None:
     """Nothing to do: it is a statement, for the journal and whoever watches."""
-
-
-async def _named(name: str, coroutine: Awaitable[None]) -> None:
-    try:
-        await coroutine
-    except PacelineError as error:
-        error.add_note(f"in the {name}")
-        raise
-    except Exception as error:
-        raise ComponentFailed(f"the {name} failed: {type(error).__name__}: {error}") from error
 
 
 def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -75,12 +75,14 @@ class ChildProcess:
         threads: int = 1,
         error: type[PacelineError] = EngineError,
         may_finish: bool = False,
+        inherit: Sequence[int] = (),
     ) -> Self:
         """Start `argv` and wait until it is ready.
 
         Raises `error`, with exit code and last lines, when it ends or says nothing within `start_s`; nothing of
         it is left then. `env` is laid over this process's environment: what is secret goes there, since anyone
-        can read arguments. `may_finish` says that ending by itself with code 0 is in order.
+        can read arguments. `may_finish` says that ending by itself with code 0 is in order. `inherit` names file
+        descriptors that it, and all it starts, hold open as long as they live.
         """
         log_path.parent.mkdir(parents=True, exist_ok=True)
         log = log_path.open("ab", buffering=0)
@@ -94,6 +96,7 @@ class ChildProcess:
                 stderr=log,
                 env={**os.environ, **quiet, **(env or {})},
                 start_new_session=True,
+                pass_fds=tuple(inherit),
             )
         except BaseException:
             pipes.close()
@@ -139,6 +142,11 @@ class ChildProcess:
         self._signal(signal.SIGKILL)
         await asyncio.shield(self._end)
         return self._process.returncode if self._process.returncode is not None else -signal.SIGKILL
+
+    def kill(self) -> None:
+        """End the process group at once. Safe from another thread."""
+        self._closing = True
+        self._signal(signal.SIGKILL)
 
     async def __aenter__(self) -> Self:
         return self

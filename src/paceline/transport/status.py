@@ -69,13 +69,20 @@ def write_status(run_dir: Path | str, status: RunStatus) -> None:
 
 
 def open_run(
-    run_dir: Path | str, run_id: str, *, resume_step: int | None = None, steps: int | None = None
+    run_dir: Path | str,
+    run_id: str,
+    *,
+    resume_step: int | None = None,
+    trained: int | None = None,
+    steps: int | None = None,
 ) -> None:
     """Make the directory this run's, and tell trainers that it is going on.
 
     A fresh run (`resume_step` None) wants a directory without batches, acknowledgements or weights. A resumed run
     goes on behind step `resume_step`: what lies beyond it, from before the crash, is removed, so that nobody trains
-    on it or takes its weights for this run's. ConfigError says what is in the way.
+    on it or takes its weights for this run's. `trained` is the step that the trainer goes on from, when that is
+    earlier: it trains the batches between the two again, so their old acknowledgements and weights go as well.
+    ConfigError says what is in the way.
     """
     root = Path(run_dir)
     before = read_status(root)
@@ -97,7 +104,7 @@ def open_run(
                 "or choose another directory"
             )
     else:
-        _forget_after(root, resume_step)
+        _forget_after(root, resume_step, resume_step if trained is None else trained)
     for unfinished in (root / BATCHES).glob(".step_*.tmp"):
         shutil.rmtree(unfinished, ignore_errors=True)
     write_status(root, RunStatus(run_id=run_id, status="running", steps=steps))
@@ -111,12 +118,12 @@ def finish(run_dir: Path | str, status: Status = "done", reason: str = "") -> No
     write_status(run_dir, msgspec.structs.replace(before, status=status, reason=reason))
 
 
-def _forget_after(root: Path, step: int) -> None:
+def _forget_after(root: Path, cut: int, trained: int) -> None:
     # Acknowledgements go first: one that outlived its batch would let a trainer skip a step.
-    for name in (ACKS, BATCHES, WEIGHTS):
+    for name, last in ((ACKS, trained), (BATCHES, cut), (WEIGHTS, trained)):
         of_number, numbers = _PLACES[name]
         for number in numbers(root / name):
-            if number > step:
+            if number > last:
                 remove(of_number(root, number))
 
 
