@@ -31,6 +31,11 @@ class Pacing:
         """Rollouts of one batch; an estimate when batches are cut by tokens."""
         return self._per_batch
 
+    @property
+    def most(self) -> int:
+        """Rollouts that can hold a place when the engines hold what was trained last."""
+        return (self._lag + 1) * self._per_batch
+
     def free(self, cut: int, held: Version) -> int:
         """Places left, with `cut` batches cut so far and all engines holding at least `held`; may be negative."""
         # Batches that may still be filled: the one being collected leads `held` by lead(cut + 1, held).

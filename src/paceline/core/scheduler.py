@@ -70,6 +70,8 @@ class Core:
         self._admission = admission
         self._specs = {spec.name: spec for spec in setup.train}
         self._eval_sections = {section.label: section for section in setup.evals}
+        self._is_finite = all(s.source.size is not None and s.source.epochs is not None for s in setup.train)
+        """Whether the tasks can run out."""
         self._on_stale = {spec.name: spec.on_stale for spec in setup.train}
         self._rates = {s.name: StartRate(s.tasks_per_minute) for s in setup.train if s.tasks_per_minute}
         self._launchable: dict[EnvName, deque[OpenGroup]] = {spec.name: deque() for spec in setup.train}
@@ -139,12 +141,15 @@ class Core:
         self._now = now
         out = self._out = []
         if self._handlers[type(event)](event):
-            self._advance()
+            self._advance(may_cut=type(event) is not on.RolloutEnded)
         return out
 
     # ── what each event changes; returns whether anything may start or finish because of it ──
 
     def _run_opened(self, event: on.RunOpened) -> bool:
+        if self.cut >= self.setup.max_steps:
+            # Resumed when only the last weights, evals or the end itself were missing.
+            self._drain(f"step {self.cut} of {self.setup.max_steps} was cut before", "surplus")
         return True
 
     def _engine_joined(self, event: on.EngineJoined) -> bool:
@@ -324,31 +329,41 @@ class Core:
 
     # ── launching ──
 
-    def _advance(self) -> None:
-        """Cut what can be cut, start what may start, and finish when nothing is left to do."""
-        self._cut_batches()
-        if self._draining is None and self._out_of_tasks():
+    def _advance(self, may_cut: bool) -> None:
+        """Cut what can be cut, start what may start, and finish when nothing is left to do.
+
+        `may_cut` False: what happened cannot have filled a batch. Most events are of that kind.
+        """
+        if may_cut:
+            self._cut_batches()
+        if self._is_finite and self._draining is None and self._out_of_tasks():
             self._finish_sources()
         self._fill()
-        self._maybe_finish()
+        if self._draining is not None:
+            self._maybe_finish()
 
     def _fill(self) -> None:
-        """Start rollouts while there is a permit and something to start.
-
-        Evals come first up to their share, then training, then evals with what training cannot use.
-        """
+        """Start rollouts while there is a permit and something to start: evals up to their limit, then training."""
         free = self.fleet.free()
         if free <= 0:
             return
-        eval_limit = max(1, int(self.setup.eval_share * self.fleet.cap())) if self._eval_queue else 0
+        eval_limit = self._eval_limit() if self._eval_queue else 0
         while free > 0:
             if self._eval_queue and self.flights.evals < eval_limit:
                 self._start_eval()
             elif not self._start_train():
-                if not self._eval_queue:
-                    return
-                self._start_eval()
+                return
             free -= 1
+
+    def _eval_limit(self) -> int:
+        """Evals that may be in flight: their share, or what training could not use even when all its places are free.
+
+        Not simply what training cannot use now: a long eval would hold the permits when the next version opens places.
+        """
+        cap = self.fleet.cap()
+        if self._draining is not None:
+            return cap
+        return max(1, int(self.setup.eval_share * cap), cap - self.pacing.most)
 
     def _start_eval(self) -> None:
         group = self._eval_queue[0]
@@ -640,7 +655,7 @@ class Core:
         self._out.append(do.SaveCheckpoint(self.cut, self.snapshot(), why))
 
     def _maybe_finish(self) -> None:
-        if self._draining is None or self._saving or self._finished:
+        if self._saving or self._finished:
             return
         if len(self.flights) or self._processing or self._unacknowledged or self._eval_queue:
             return
@@ -691,5 +706,3 @@ class Core:
         self.plan.restore(state["plan"])
         self.account.restore(state["account"])
         self.pacing.taken = len(self.list)
-        if self.cut >= self.setup.max_steps:
-            self._draining = f"the last batch, step {self.cut}, was cut before this run resumed"
