@@ -83,9 +83,11 @@ class Fleet:
 
     def free(self) -> int:
         """Permits left over all usable engines."""
-        return sum(
-            max(0, self._admission.cap(e.id) - e.in_flight) for e in self._engines.values() if e.usable
-        )
+        free = 0
+        for engine in self._engines.values():
+            if engine.usable:
+                free += max(0, self._admission.cap(engine.id) - engine.in_flight)
+        return free
 
     def place(self, preferred: EngineId | None) -> EngineState | None:
         """An engine with room: the preferred one, else the one with most room; None when all are full."""

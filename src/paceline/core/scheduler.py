@@ -147,9 +147,6 @@ class Core:
     # ── what each event changes; returns whether anything may start or finish because of it ──
 
     def _run_opened(self, event: on.RunOpened) -> bool:
-        if self.cut >= self.setup.max_steps:
-            # Resumed when only the last weights, evals or the end itself were missing.
-            self._drain(f"step {self.cut} of {self.setup.max_steps} was cut before", "surplus")
         return True
 
     def _engine_joined(self, event: on.EngineJoined) -> bool:
@@ -158,6 +155,9 @@ class Core:
             self.fleet.newest = event.version
         self._update_engines("the engine joined with older weights")
         self._open_due_evals()
+        if self._draining is None and self.cut >= self.setup.max_steps:
+            # Resumed when only the last weights, evals or the end itself were missing.
+            self._drain(f"step {self.cut} of {self.setup.max_steps} was cut before", "surplus")
         return True
 
     def _engine_lost(self, event: on.EngineLost) -> bool:

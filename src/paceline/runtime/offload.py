@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec, Protocol, TypeVar
+from time import perf_counter
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -34,6 +36,42 @@ class Threads:
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class Slices:
+    """On the loop, in slices: for pieces well below a slice, whose hop to a thread would cost more than they do."""
+
+    def __init__(self, slice_s: float = 0.002) -> None:
+        self._slice_s = slice_s
+        self._work: deque[tuple[asyncio.Future[Any], Callable[[], Any]]] = deque()
+        self._scheduled = False
+
+    async def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        self._work.append((future, lambda: function(*args, **kwargs)))
+        if not self._scheduled:
+            self._scheduled = True
+            loop.call_soon(self._slice, loop)
+        return await future
+
+    def _slice(self, loop: asyncio.AbstractEventLoop) -> None:
+        until = perf_counter() + self._slice_s
+        while self._work:
+            future, work = self._work.popleft()
+            if not future.done():
+                try:
+                    future.set_result(work())
+                except Exception as error:
+                    future.set_exception(error)
+            if perf_counter() > until:
+                break
+        self._scheduled = bool(self._work)
+        if self._scheduled:
+            loop.call_soon(self._slice, loop)
+
+    def close(self) -> None:
+        """Nothing to close."""
 
 
 class Inline:
