@@ -41,6 +41,14 @@ class Fold(Protocol):
     def apply(self, at: float, event: Event, commands: Sequence[Command]) -> None: ...
 
 
+class EngineInSlot(Engine, Protocol):
+    """An engine that can be got back when it is gone (`EngineSlot`)."""
+
+    async def revive(self) -> on.EngineJoined:
+        """Return once it is back."""
+        ...
+
+
 class CheckpointStore(Protocol):
     """Where the core's own state is kept."""
 
@@ -76,7 +84,7 @@ class Driver:
         inbox: Inbox,
         gates: Gates,
         runner: RolloutRunner,
-        engines: Mapping[EngineId, Engine],
+        engines: Mapping[EngineId, EngineInSlot],
         processor: GroupProcessor,
         sink: BatchSink,
         policy: PolicySource,
@@ -116,6 +124,7 @@ class Driver:
             do.CancelRollout: self._cancel_rollout,
             do.ProcessGroup: self._process_group,
             do.UpdateWeights: self._update_weights,
+            do.ReviveEngine: self._revive_engine,
             do.ShipBatch: self._ships.put_nowait,
             do.SaveCheckpoint: self._save_checkpoint,
             do.WakeAt: self._set_alarm,
@@ -143,7 +152,7 @@ class Driver:
                     ("policy watcher", self._watch_policy),
                     *self._background,
                 ):
-                    background.append(tasks.create_task(self._guarded(name, make()), name=name))
+                    background.append(tasks.create_task(self._guarded(name, make), name=name))
                 self._inbox.post(opened)
                 for event in joined:
                     self._inbox.post(event)
@@ -179,6 +188,9 @@ class Driver:
 
     def _drain(self) -> None:
         events, core, perform = self._inbox.events, self.core, self._perform
+        if self._failure is not None:
+            events.clear()  # of what is being stopped: there is nothing left to decide
+            return
         until = perf_counter() + _SLICE_S
         try:
             while events:
@@ -201,10 +213,14 @@ class Driver:
     # ── commands ──
 
     def _start_rollout(self, command: do.StartRollout) -> None:
-        self._tasks.create_task(self._guarded("rollout runner", self._roll_out(command)))
+        self._tasks.create_task(self._roll_out(command))
 
     async def _roll_out(self, command: do.StartRollout) -> None:
-        rollout = await self._runner.run(command)
+        try:
+            rollout = await self._runner.run(command)
+        except Exception as error:  # it answers with a record, whatever happens: this is our bug
+            self._failed("rollout runner", error)
+            return
         self._gates.forget(command.rollout)
         self._inbox.post(on.RolloutEnded(rollout))
 
@@ -212,7 +228,7 @@ class Driver:
         self._runner.cancel(command.rollout, command.cause)
 
     def _process_group(self, command: do.ProcessGroup) -> None:
-        self._spawn("group processor", self._processor.process(command.group))
+        self._spawn("group processor", lambda: self._processor.process(command.group))
 
     def _update_weights(self, command: do.UpdateWeights) -> None:
         async def update() -> on.WeightsLoaded:
@@ -224,7 +240,10 @@ class Driver:
                 error = str(failure)
             return on.WeightsLoaded(command.engine, command.version, self.clock() - began, error)
 
-        self._spawn("weight update", update())
+        self._spawn("weight update", update)
+
+    def _revive_engine(self, command: do.ReviveEngine) -> None:
+        self._spawn(f"reviver of {command.engine}", self._engines[command.engine].revive())
 
     def _save_checkpoint(self, command: do.SaveCheckpoint) -> None:
         async def save() -> on.CheckpointSaved:
@@ -233,7 +252,7 @@ class Driver:
             await self._offload.run(self._checkpoints.save, command.step, command.state)
             return on.CheckpointSaved(command.step, self.clock() - began)
 
-        self._spawn("saving of the checkpoint", save())
+        self._spawn("saving of the checkpoint", save)
 
     def _set_alarm(self, command: do.WakeAt) -> None:
         delay = max(0.0, command.at - self.clock())
@@ -243,23 +262,27 @@ class Driver:
         if not self._finish.done():
             self._finish.set_result(command)
 
-    def _spawn(self, name: str, coroutine: Coroutine[Any, Any, Event]) -> None:
+    def _spawn(self, name: str, make: Callable[[], Coroutine[Any, Any, Event]]) -> None:
         async def answer() -> None:
-            self._inbox.post(await coroutine)
+            self._inbox.post(await make())
 
-        self._tasks.create_task(self._guarded(name, answer()))
+        self._tasks.create_task(self._guarded(name, answer))
 
-    async def _guarded(self, name: str, coroutine: Awaitable[None]) -> None:
+    async def _guarded(self, name: str, make: Callable[[], Awaitable[None]]) -> None:
         """Whatever fails in the background ends the run at once, by its name; the rest is then stopped."""
         try:
-            await coroutine
-        except PacelineError as error:
+            await make()
+        except Exception as error:
+            self._failed(name, error)
+
+    def _failed(self, name: str, error: Exception) -> None:
+        if isinstance(error, PacelineError):
             error.add_note(f"in the {name}")
             self.fail(error)
-        except Exception as error:
-            failure = ComponentFailed(f"the {name} failed: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            self.fail(failure)
+            return
+        failure = ComponentFailed(f"the {name} failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        self.fail(failure)
 
     # ── what runs beside ──
 

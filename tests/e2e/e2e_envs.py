@@ -1,0 +1,54 @@
+"""Environments that make trouble, imported by the runs under test."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from paceline.domain.task import Split, Task
+from paceline.envs import Context, Environment, ListTasks, Model, Result, SingleTurnEnv
+
+
+class Words(SingleTurnEnv):
+    """Say the word: scored by how much of it comes back, so members of a group differ."""
+
+    def __init__(self, tasks: int = 64, says: str = "") -> None:
+        self._tasks, self._says = tasks, says
+
+    def tasks(self, split: Split) -> ListTasks:
+        return ListTasks([{"word": f"{n:03d}"} for n in range(self._tasks)])
+
+    def prompt(self, data: Any) -> str:
+        return f"reverse: {data['word']}{self._says}"
+
+    def score(self, data: Any, text: str) -> float:
+        return float(sum(map(ord, text)) % 7) / 7.0
+
+
+class Constant(Words):
+    """Every answer earns the same."""
+
+    def score(self, data: Any, text: str) -> float:
+        return 1.0
+
+
+class Raising(Words):
+    async def rollout(self, task: Task, model: Model, ctx: Context) -> Result:
+        raise ValueError(f"no sandbox for task {task.data['word']}")
+
+
+class Stuck(Words):
+    """Blocks a thread that nobody can interrupt, and holds on to its rollout when it is cancelled."""
+
+    def score(self, data: Any, text: str) -> float:
+        return 0.5
+
+    blocking = True
+
+    async def rollout(self, task: Task, model: Model, ctx: Context) -> Result:
+        await model.chat("reverse: ab")
+        await ctx.in_thread(time.sleep, 600)
+        return Result(reward=1.0)
+
+
+__all__ = ["Constant", "Environment", "Raising", "Stuck", "Words"]
