@@ -306,7 +306,7 @@ class Core:
                 "another run's batches"
             )
         self._trained = max(self._trained, event.step)
-        return False
+        return self._draining is not None
 
     def _checkpoint_saved(self, event: on.CheckpointSaved) -> bool:
         self._saving = False
@@ -659,7 +659,7 @@ class Core:
             return
         if len(self.flights) or self._processing or self._unacknowledged or self._eval_queue:
             return
-        if self._stopping is None and (self.fleet.held < self.cut or self._epochs):
+        if self._stopping is None and (min(self.fleet.held, self._trained) < self.cut or self._epochs):
             return
         if not self._closing:
             self._closing = True
