@@ -229,12 +229,12 @@ class LiveView:
     def _numbers(notes: _Notes) -> Table:
         get = notes.values.get
         table = Table.grid(padding=(0, 2), expand=True)
-        for _ in range(4):
-            table.add_column(no_wrap=True)
+        for shortest in (9, 0, 9, 0):  # labels are not given up for a long value
+            table.add_column(no_wrap=True, min_width=shortest)
         cap = f" of {notes.cap}" if notes.cap else ""
         evals = f" + {notes.in_flight[1]} eval" if notes.in_flight[1] else ""
         left = [_trend("reward", notes.reward)]
-        left += [_trend(f"held-out {env}", rewards) for env, rewards in notes.held_out.items()]
+        left += [_trend(_held_out(env), rewards) for env, rewards in notes.held_out.items()]
         right: list[tuple[str, RenderableType]] = [
             ("in flight", Text(f"{notes.in_flight[0]}{evals}{cap}, {notes.queued} queued")),
             (
@@ -244,7 +244,7 @@ class LiveView:
             ("tokens/s", Text(_number(get("throughput/sampled")))),
             (
                 "goodput",
-                Text("–" if notes.goodput is None else f"{notes.goodput:.0%} of train tokens shipped"),
+                Text("–" if notes.goodput is None else f"{notes.goodput:.0%} of train tokens"),
             ),
         ]
         nothing: tuple[str, RenderableType] = ("", Text(""))
@@ -307,7 +307,7 @@ def row_text(row: Row, max_steps: int) -> str:
         ]
         reward = _number(get(f"{prefix}/reward"), 3)
         count = int(get(f"{prefix}/rollouts", 0))
-        return f"held-out {row.env} at v{row.step}: reward {reward}{''.join(passes)}  ({count} rollouts)"
+        return f"{_held_out(row.env)} at v{row.step}: reward {reward}{''.join(passes)}  ({count} rollouts)"
     share = get("goodput")
     return (
         f"step {row.step}/{max_steps}"
@@ -320,7 +320,7 @@ def row_text(row: Row, max_steps: int) -> str:
     )
 
 
-def sparkline(values: Sequence[float], width: int = 24) -> str:
+def sparkline(values: Sequence[float], width: int = 20) -> str:
     """The last `width` values as blocks, scaled to their own range."""
     shown = list(values)[-width:]
     if not shown:
@@ -348,6 +348,11 @@ def tokens_bar(tokens: dict[str, int], width: int = 60) -> RenderableType:
         legend.append(f"{place.replace('_', ' ')} {count / total:.0%}  ", style="dim")
     bar.append(f"  {total:,}", style="dim")
     return Group(bar, legend)
+
+
+def _held_out(env: str) -> str:
+    """What an eval is called, which may say so itself."""
+    return env if env.startswith("held-out") else f"held-out {env}"
 
 
 def _trend(name: str, values: Sequence[float]) -> tuple[str, RenderableType]:
