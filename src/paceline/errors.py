@@ -18,6 +18,10 @@ class EngineError(PacelineError):
     """An engine call failed or answered nonsense. Recorded on its rollout; the siblings go on."""
 
 
+class EngineUnavailable(EngineError):
+    """The engine does not answer, or cannot take the call now: another one may, or the same one later."""
+
+
 class EnvError(PacelineError):
     """An environment broke its contract. Recorded on its rollout; the siblings go on."""
 

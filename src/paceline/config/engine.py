@@ -30,6 +30,8 @@ class EmbeddedEngine(Section):
     """What it computes in."""
     start_s: float = Field(default=120.0, gt=0)
     """Seconds it may take to start."""
+    lost_s: float = Field(default=180.0, gt=0)
+    """Seconds without any engine before the run ends; one that died is started again meanwhile."""
 
 
 class VllmEngine(Section):
@@ -47,6 +49,8 @@ class VllmEngine(Section):
     """Seconds one request may take."""
     start_s: float = Field(default=600.0, gt=0)
     """Seconds to wait for the servers to answer."""
+    lost_s: float = Field(default=600.0, gt=0)
+    """Seconds without any server before the run ends; one that answers again meanwhile is used again."""
 
 
 EngineSection = Annotated[EmbeddedEngine | VllmEngine, Field(discriminator="type")]

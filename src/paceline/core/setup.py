@@ -46,6 +46,8 @@ class CoreSetup(msgspec.Struct, frozen=True):
     short_last: bool
     dead_group_limit: int
     checkpoint_every: int
+    engine_wait_s: float = 0.0
+    """Seconds without any engine before the run ends; they may come back meanwhile."""
 
 
 def train_spec(section: EnvSection, size: int | None, fingerprint: str) -> TrainSpec:
@@ -77,4 +79,5 @@ def core_setup(
         short_last=config.batch.short_last == "ship",
         dead_group_limit=config.batch.dead_group_limit,
         checkpoint_every=config.checkpoint.every,
+        engine_wait_s=config.engine.lost_s,
     )

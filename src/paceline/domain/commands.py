@@ -65,6 +65,14 @@ class UpdateWeights(msgspec.Struct, frozen=True, gc=False, tag=True):
     reason: str = ""
 
 
+class ReviveEngine(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """Get an engine back that is not used any more: restart it, or wait until it answers. Answered by
+    `EngineJoined` if it comes back, else not at all."""
+
+    engine: EngineId
+    reason: str = ""
+
+
 class ShipBatch(msgspec.Struct, frozen=True, gc=False, tag=True):
     """Pack a batch and put it where the trainer reads. Answered by `BatchShipped`."""
 
@@ -137,6 +145,7 @@ Command: TypeAlias = (
     | CancelRollout
     | ProcessGroup
     | UpdateWeights
+    | ReviveEngine
     | ShipBatch
     | SaveCheckpoint
     | WakeAt

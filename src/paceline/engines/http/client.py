@@ -23,7 +23,7 @@ from paceline.engines.http.probe import ServerFacts, probe
 from paceline.engines.http.retry import NOT_JSON, Retry, is_transient
 from paceline.engines.http.weights import WeightLoader
 from paceline.engines.http.wire import COMPLETIONS, decode, encode, error_text
-from paceline.errors import EngineError
+from paceline.errors import EngineError, EngineUnavailable
 from paceline.ports import GenerateReply, GenerateRequest
 
 log = logging.getLogger(__name__)
@@ -193,6 +193,7 @@ class HttpEngine:
             body = encode(request, flight.wire_id, self._route, self._model)
             known = self._version
             wait_s: float | None
+            kind: type[EngineError] = EngineError
             try:
                 async with asyncio.timeout_at(deadline) as flight.timer:
                     answer = await link.send("POST", self._route, body, headers)
@@ -200,23 +201,30 @@ class HttpEngine:
                 if flight.aborted:
                     return _NOTHING
                 await self._stop(flight.wire_id)
-                raise self._error(f"no answer within {link.limits.request_s:g} s (request_s)") from None
+                raise self._error(
+                    f"no answer within {link.limits.request_s:g} s (request_s)", EngineUnavailable
+                ) from None
             except LinkLost as lost:
                 failed += 1
                 if flight.aborted:
                     return _NOTHING
                 cause, wait_s = str(lost), link.retry.wait_s(failed)
                 if lost.arrived and wait_s is not None and not await self._stop(flight.wire_id):
-                    raise self._error(f"{cause}; it may still be at work on the request") from lost
+                    raise self._error(
+                        f"{cause}; it may still be at work on the request", EngineUnavailable
+                    ) from lost
+                kind = EngineUnavailable
             else:
                 if answer.status == 200:
                     return self._decoded(answer, known)
                 failed += 1
                 cause, wait_s = self._refused(answer, failed)
+                transient = is_transient(answer.status, answer.body)
+                kind = EngineUnavailable if transient else EngineError
             finally:
                 flight.timer = None
             if wait_s is None or loop.time() + wait_s >= deadline:
-                raise self._error(f"{cause} (try {failed})")
+                raise self._error(f"{cause} (try {failed})", kind)
             log.info("%s: %s; trying again in %.1f s", link.name, cause, wait_s)
             if not flight.aborted:
                 flight.backoff = loop.create_future()
@@ -241,8 +249,8 @@ class HttpEngine:
             return cause, None
         return cause, self._link.retry.wait_s(failed, answer.retry_after_s)
 
-    def _error(self, cause: str) -> EngineError:
-        return EngineError(f"{self._link.name}: {self._route}: {cause}")
+    def _error(self, cause: str, kind: type[EngineError] = EngineError) -> EngineError:
+        return kind(f"{self._link.name}: {self._route}: {cause}")
 
     # ---- stopping
 

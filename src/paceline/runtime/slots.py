@@ -1,0 +1,65 @@
+"""A place for an engine in a run: the engine in it may be replaced, when it died and was started again.
+
+Everything else in the runtime holds the slot, so that nothing has to be told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from paceline.domain.events import EngineJoined
+from paceline.domain.ids import Version
+from paceline.domain.load import EngineInfo, EngineLoad
+from paceline.errors import EngineError
+from paceline.ports import Engine, GenerateReply, GenerateRequest
+
+log = logging.getLogger(__name__)
+
+_FIRST_S, _MOST_S = 0.5, 30.0
+"""Seconds between attempts to get an engine back, doubling."""
+
+
+class EngineSlot:
+    """An `Engine` that stands for whichever engine is in the slot now."""
+
+    def __init__(self, engine: Engine, renew: Callable[[], Awaitable[tuple[Engine, Version]]]) -> None:
+        """`renew` starts or finds the engine again, and says which version it holds. EngineError when it cannot."""
+        self._engine = engine
+        self._renew = renew
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._engine.info
+
+    async def generate(self, request: GenerateRequest) -> GenerateReply:
+        return await self._engine.generate(request)
+
+    async def abort(self, request_id: str) -> None:
+        await self._engine.abort(request_id)
+
+    async def load(self) -> EngineLoad:
+        return await self._engine.load()
+
+    async def update_weights(self, version: Version, path: str) -> None:
+        await self._engine.update_weights(version, path)
+
+    async def revive(self) -> EngineJoined:
+        """Get the engine back, however long it takes; the core bounds how long a run waits without any."""
+        wait_s = _FIRST_S
+        while True:
+            try:
+                engine, version = await self._renew()
+            except EngineError as error:
+                log.warning("engine %s is not back, trying again in %.1f s: %s", self.info.id, wait_s, error)
+                await asyncio.sleep(wait_s)
+                wait_s = min(_MOST_S, 2 * wait_s)
+                continue
+            old, self._engine = self._engine, engine
+            if old is not engine:
+                await old.close()
+            return EngineJoined(engine.info, version)
+
+    async def close(self) -> None:
+        await self._engine.close()
