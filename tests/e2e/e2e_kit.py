@@ -40,7 +40,8 @@ BASE: dict[str, Any] = {
     "trainer.lr": 5e-4,
     "checkpoint.every": 1,
 }
-_ENVIRONMENT = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+_PATH = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
+_ENVIRONMENT = {**os.environ, "PYTHONPATH": _PATH, "OMP_NUM_THREADS": "1"}
 
 
 def flags(**options: Any) -> list[str]:

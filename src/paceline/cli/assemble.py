@@ -82,6 +82,15 @@ class Resumption(msgspec.Struct, frozen=True):
     """Step of the trainer's checkpoint: at most `step`."""
 
 
+class Earlier(msgspec.Struct, frozen=True):
+    """What a run's journal holds of its earlier lives."""
+
+    until: float = 0.0
+    """Where the run's clock stopped, in seconds; it goes on from there."""
+    acknowledged: int = 0
+    """The last step whose acknowledgement was recorded. A trainer trains on a little when a run has been stopped."""
+
+
 class Environments:
     """The environments of a run, made once for each section, with the tasks of their split."""
 
@@ -165,15 +174,15 @@ class Assembly:
         resumption: Resumption | None = None,
         *,
         status: StatusFile,
-        clock_start: float = 0.0,
+        earlier: Earlier | None = None,
         lock_fd: int | None = None,
         may_exit: bool = False,
     ) -> None:
         """`status` gets the run's end before the children are closed: the trainer ends, and saves, by it.
 
-        `clock_start` is where the run's clock goes on: the end of an earlier life. `lock_fd` is what the children
-        hold open as long as they live. `may_exit`: this process is the run's own, and is ended when the run does
-        not stop in time; else stopping takes as long as the slowest part.
+        `earlier` says what the journal already holds. `lock_fd` is what the children hold open as long as they live.
+        `may_exit`: this process is the run's own, and is ended when the run does not stop in time; else stopping
+        takes as long as the slowest part.
         """
         self.config = config
         self.run_dir = run_dir
@@ -182,7 +191,7 @@ class Assembly:
         self._status = status
         self.model_dir = resolve_model_dir(config.model.name)
         self.children: list[ChildProcess] = []
-        self._clock_start = clock_start
+        self._earlier = earlier or Earlier()
         self._inherit = () if lock_fd is None else (lock_fd,)
         self._cut_off = CutOff(status, self.children) if may_exit else None
         self._stops = 0
@@ -274,7 +283,7 @@ class Assembly:
         inbox = Inbox()
         gates = Gates(inbox)
         loop = asyncio.get_running_loop()
-        began = loop.time() - self._clock_start
+        began = loop.time() - self._earlier.until
 
         def clock() -> float:
             return loop.time() - began
@@ -294,7 +303,12 @@ class Assembly:
             engines=engines,
             processor=processor,
             sink=FilesystemBatches(self.run_dir, self.run_id, keep=self._batches_kept()),
-            policy=FilesystemPolicy(self.run_dir, self.run_id, after=self.start_version),
+            policy=FilesystemPolicy(
+                self.run_dir,
+                self.run_id,
+                after=self.start_version,
+                acknowledged=self._earlier.acknowledged,
+            ),
             journal=journal,
             checkpoints=self.checkpoints(),
             packing=config.batch,

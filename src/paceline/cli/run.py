@@ -15,7 +15,7 @@ from paceline.cli.options import add_config_argument, load_config
 from paceline.errors import ConfigError, PacelineError
 
 if TYPE_CHECKING:
-    from paceline.cli.assemble import Resumption
+    from paceline.cli.assemble import Earlier, Resumption
     from paceline.config import RunConfig
     from paceline.config.load import Loaded
     from paceline.observe.run import RunFolds
@@ -164,7 +164,7 @@ def execute(
     began = time.monotonic()
     folds = RunFolds(live=True)
     with StatusFile(run_dir, run_id=run_id, steps=config.run.max_steps) as status:
-        until = _earlier_lives(run_dir, folds)
+        earlier = _earlier_lives(run_dir, folds)
         pump = SinkPump(
             open_sinks(run_dir, config.metrics, run_name=run_dir.name, config=config.model_dump(mode="json"))
         )
@@ -174,7 +174,7 @@ def execute(
             run_id,
             goes_on,
             status=status,
-            clock_start=until,
+            earlier=earlier,
             lock_fd=lock_fd,
             may_exit=may_exit,
         )
@@ -206,16 +206,20 @@ def execute(
     return Outcome(told, code, error)
 
 
-def _earlier_lives(run_dir: Path, folds: RunFolds) -> float:
-    """Let the folds know what a resumed run has behind it; returns the time at which its clock goes on."""
+def _earlier_lives(run_dir: Path, folds: RunFolds) -> Earlier:
+    """Let the folds know what a resumed run has behind it."""
+    from paceline.cli.assemble import Earlier
+    from paceline.domain.events import StepTrained
     from paceline.journal import read_journal
     from paceline.journal.files import file_numbers
 
-    at = 0.0
+    at, acknowledged = 0.0, 0
     if file_numbers(run_dir, "log"):
         for record in read_journal(run_dir, on_note=lambda _: None):
             at = folds.apply(record.at, record.event, record.commands)
-    return at
+            if isinstance(record.event, StepTrained):
+                acknowledged = record.event.step
+    return Earlier(at, acknowledged)
 
 
 def _write_report(run_dir: Path) -> None:

@@ -114,14 +114,16 @@ class FilesystemPolicy:
         run_id: str,
         *,
         after: int = 0,
+        acknowledged: int | None = None,
         keep_acks: int = 64,
         poll_s: float = POLL_S,
     ) -> None:
-        """`after`: the step, and version, that the run goes on from; only later ones are reported."""
+        """`after`: the version that the run goes on from; only later ones are reported. `acknowledged`: the last step
+        that was reported before, when that is an earlier one."""
         self._root = Path(run_dir)
         self._run_id = run_id
         self._version: Version = after
-        self._step = after
+        self._step = after if acknowledged is None else min(after, acknowledged)
         self._keep_acks = keep_acks
         self._poll_s = poll_s
         self._found: deque[Published] = deque()
