@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -39,14 +40,6 @@ class Fold(Protocol):
     """Something that watches the run: it sees every decision, in order, as it is made."""
 
     def apply(self, at: float, event: Event, commands: Sequence[Command]) -> None: ...
-
-
-class EngineInSlot(Engine, Protocol):
-    """An engine that can be got back when it is gone (`EngineSlot`)."""
-
-    async def revive(self) -> on.EngineJoined:
-        """Return once it is back."""
-        ...
 
 
 class CheckpointStore(Protocol):
@@ -84,7 +77,7 @@ class Driver:
         inbox: Inbox,
         gates: Gates,
         runner: RolloutRunner,
-        engines: Mapping[EngineId, EngineInSlot],
+        engines: Mapping[EngineId, Engine],
         processor: GroupProcessor,
         sink: BatchSink,
         policy: PolicySource,
@@ -95,8 +88,15 @@ class Driver:
         folds: Sequence[Fold] = (),
         clock: Callable[[], float] | None = None,
         step_limit_s: float = float("inf"),
+        slice_s: float = _SLICE_S,
+        revive: Callable[[EngineId], Coroutine[Any, Any, on.EngineJoined]] | None = None,
     ) -> None:
-        """`step_limit_s`: seconds the trainer may owe an acknowledgement, or the weights of an acknowledged step."""
+        """`slice_s`: longest stretch of draining; infinite where runs must repeat, since it is measured in real time.
+
+        `step_limit_s`: seconds the trainer may owe an acknowledgement, or the weights of an acknowledged step.
+
+        `revive` gets a lost engine back, and returns when it is; without it none comes back.
+        """
         self.core = core
         self._engines = engines
         self._processor = processor
@@ -107,14 +107,18 @@ class Driver:
         self._packing = packing
         self._offload = offload
         self._folds = tuple(folds)
+        self._slice_s = slice_s
         self._loop = asyncio.get_running_loop()
         self.clock = clock or self._loop.time
         self._inbox = inbox
         self._gates = gates
         self._runner = runner
+        self._revive = revive
         self._ships: asyncio.Queue[do.ShipBatch] = asyncio.Queue()
         self._finish: asyncio.Future[do.FinishRun] = self._loop.create_future()
         self._failure: BaseException | None = None
+        self._beside: list[asyncio.Task[None]] = []
+        """Tasks that nobody waits for when the run has ended."""
         self._background: list[tuple[str, Callable[[], Coroutine[Any, Any, None]]]] = []
         self._tasks = asyncio.TaskGroup()
         self._trainer = TrainerWatch(step_limit_s, self.fail, trained=core.trained)
@@ -142,7 +146,7 @@ class Driver:
 
     async def run(self, opened: on.RunOpened, joined: Sequence[on.EngineJoined]) -> do.FinishRun:
         """Run to the end. Raises what ended the run when that was an error, the first of several."""
-        background: list[asyncio.Task[None]] = []
+        background = self._beside
         if self.core.cut > self.core.trained:  # batches of an earlier life that the trainer trains again
             self._trainer.shipped(self.core.cut)
         try:
@@ -191,7 +195,7 @@ class Driver:
         if self._failure is not None:
             events.clear()  # of what is being stopped: there is nothing left to decide
             return
-        until = perf_counter() + _SLICE_S
+        until = perf_counter() + self._slice_s
         try:
             while events:
                 event = events.popleft()
@@ -243,7 +247,10 @@ class Driver:
         self._spawn("weight update", update)
 
     def _revive_engine(self, command: do.ReviveEngine) -> None:
-        self._spawn(f"reviver of {command.engine}", self._engines[command.engine].revive())
+        if self._revive is not None:
+            # It may try for ever: the end of the run does not wait for an engine that is gone.
+            reviver = self._spawn(f"reviver of {command.engine}", partial(self._revive, command.engine))
+            self._beside.append(reviver)
 
     def _save_checkpoint(self, command: do.SaveCheckpoint) -> None:
         async def save() -> on.CheckpointSaved:
@@ -262,11 +269,11 @@ class Driver:
         if not self._finish.done():
             self._finish.set_result(command)
 
-    def _spawn(self, name: str, make: Callable[[], Coroutine[Any, Any, Event]]) -> None:
+    def _spawn(self, name: str, make: Callable[[], Coroutine[Any, Any, Event]]) -> asyncio.Task[None]:
         async def answer() -> None:
             self._inbox.post(await make())
 
-        self._tasks.create_task(self._guarded(name, answer))
+        return self._tasks.create_task(self._guarded(name, answer))
 
     async def _guarded(self, name: str, make: Callable[[], Awaitable[None]]) -> None:
         """Whatever fails in the background ends the run at once, by its name; the rest is then stopped."""

@@ -2,29 +2,43 @@
 
 `World` drives the core alone, with scripted durations, endings and faults, and `Invariants` watches that nothing is
 lost, nothing happens twice and no bound is passed. `play` runs one rollout of an environment against scripted answers.
-`run_virtual` runs coroutines on virtual time.
+`run_driver` runs the whole asyncio runtime on virtual time, with a `ScriptedEngine`, a `ScriptedEnv` and a
+`ScriptedTrainer`. `run_virtual` runs any coroutine on virtual time.
 """
 
 from __future__ import annotations
 
+from paceline.testing.engine import ScriptedEngine
+from paceline.testing.env import ScriptedEnv, follow, one_call
 from paceline.testing.invariants import Invariants
 from paceline.testing.loop import VirtualTimeLoop, run_virtual
 from paceline.testing.play import play
+from paceline.testing.run import Controls, DriverRun, MemoryJournal, run_driver
 from paceline.testing.script import Plan, Script, alternating, chaos, coin, setup_for, train_env
 from paceline.testing.trace import Trace
+from paceline.testing.trainer import ScriptedTrainer
 from paceline.testing.world import World
 
 __all__ = [
+    "Controls",
+    "DriverRun",
     "Invariants",
+    "MemoryJournal",
     "Plan",
     "Script",
+    "ScriptedEngine",
+    "ScriptedEnv",
+    "ScriptedTrainer",
     "Trace",
     "VirtualTimeLoop",
     "World",
     "alternating",
     "chaos",
     "coin",
+    "follow",
+    "one_call",
     "play",
+    "run_driver",
     "run_virtual",
     "setup_for",
     "train_env",

@@ -109,6 +109,8 @@ class Script:
     """Seconds until a cancelled rollout has really stopped."""
     load_s: Callable[[EngineId, Version], float] = lambda _engine, _version: 0.0
     load_error: Callable[[EngineId, Version], str | None] = lambda _engine, _version: None
+    revive_s: Callable[[EngineId], float] = lambda _engine: inf
+    """Seconds until an engine that was taken out joins again, with what it held, or v0 if it was lost."""
     train_s: Callable[[int], float] = lambda _step: 1.0
     """Seconds of one optimizer step."""
     process_s: Callable[[GroupId], float] = lambda _group: 0.0
@@ -166,6 +168,7 @@ def chaos(seed: int, *, failures: float = 0.2, load_failures: float = 0.1, mean_
         cancel_s=lambda rollout: mean_s * chance("cancel", *rollout),
         load_s=lambda engine, version: mean_s * chance("load_s", engine, version),
         load_error=load_error,
+        revive_s=lambda _engine: mean_s,
         train_s=lambda step: 2 * mean_s * chance("train", step),
         process_s=lambda group: mean_s * chance("process", group),
         ship_s=0.1,

@@ -323,6 +323,16 @@ class World:
 
         self.at(self.now + seconds, loaded)
 
+    def _do_ReviveEngine(self, command: do.ReviveEngine) -> None:
+        engine, seconds = command.engine, self.script.revive_s(command.engine)
+
+        def back() -> None:
+            if self.core.fleet[engine].out is not None:
+                self.join(engine, 0 if engine in self.lost else self.held[engine])
+
+        if isfinite(seconds):
+            self.at(self.now + seconds, back)
+
     # ── the rest ──
 
     def _do_SaveCheckpoint(self, command: do.SaveCheckpoint) -> None:
