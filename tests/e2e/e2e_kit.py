@@ -102,8 +102,10 @@ class CommandLine:
         return found
 
     def children(self) -> list[psutil.Process]:
-        """All that it started, however deep."""
-        return psutil.Process(self.process.pid).children(recursive=True)
+        """All that it started, however deep; with the keepers, which have no parent but share a group."""
+        found = psutil.Process(self.process.pid).children(recursive=True)
+        groups = {os.getpgid(child.pid) for child in found} - {self.process.pid}
+        return [p for p in psutil.process_iter() if _group_of(p) in groups]
 
     def child(self, module: str) -> psutil.Process:
         """The process of its own that runs this module: the leader of its group."""
@@ -115,6 +117,9 @@ class CommandLine:
             assert self.process.poll() is None, f"it ended with {self.process.returncode}:\n{self.said}"
             assert time.monotonic() < deadline, f"not within {within_s:g} s:\n{self.said}"
             time.sleep(0.02)
+
+    def when_opened(self) -> None:
+        self.when(lambda: "opened" in self.said)
 
     def when_trained(self, step: int) -> None:
         self.when(lambda: bool(steps_in(self.run_dir / ACKS)[-1:] >= [step]))
@@ -139,12 +144,26 @@ class CommandLine:
                 self.process.send_signal(number)
 
 
+def _group_of(process: psutil.Process) -> int | None:
+    try:
+        return os.getpgid(process.pid)
+    except ProcessLookupError:
+        return None
+
+
 def gone(processes: list[psutil.Process], within_s: float) -> None:
     """All have ended in time; zombies that nobody reaps count as ended."""
     deadline = time.monotonic() + within_s
-    while left := [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
-        assert time.monotonic() < deadline, f"left behind: {[(p.pid, p.cmdline()) for p in left]}"
+    while left := [process for process in processes if _is_alive(process)]:
+        assert time.monotonic() < deadline, f"left behind: {left}"
         time.sleep(0.02)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @contextmanager

@@ -109,5 +109,5 @@ def test_from_python_the_same_errors_are_raised(tmp_path: Path) -> None:
 
 
 async def test_inside_a_running_loop_one_is_told_to_use_a_thread(tmp_path: Path) -> None:
-    with pytest.raises(paceline.errors.PacelineError, match="asyncio.to_thread"):
+    with pytest.raises(paceline.errors.PacelineError, match=r"asyncio\.to_thread"):
         paceline.run(tmp_path / "run.toml")

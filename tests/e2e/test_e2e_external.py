@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from e2e_kit import acknowledged, events, flags, numbers, records, trainer
+from e2e_kit import CommandLine, acknowledged, events, flags, numbers, records, trainer
 
 import paceline
 from paceline.config import RunConfig
@@ -121,6 +121,76 @@ def test_strictly_on_policy_nothing_is_ever_stale(
     assert {(b.step, version) for b in shipped for s in b.samples for version, _ in s.versions} == {
         (1, 0), (2, 1), (3, 2)
     }  # fmt: skip
+
+
+def test_under_pressure_for_kv_a_run_only_gets_slower(tmp_path: Path, model: Path) -> None:
+    """Two engines, each with room for little more than one sequence."""
+    config = load(
+        RunConfig,
+        [],
+        flags(
+            run__dir=str(tmp_path),
+            run__max_steps=2,
+            engine__replicas=2,
+            engine__kv_tokens=64,
+            batch__seq_len=64,
+            engine__max_num_seqs=2,
+            sampling__max_tokens=24,
+            metrics__load_interval_s=0.1,
+            trainer__type="external",
+        ),
+    ).value
+    with trainer(tmp_path / "t", model):
+        told = paceline.run(config)
+    assert (told["status"], told["steps"], told["tokens_conserved"]) == ("done", 2, True)
+    loads = [event.load for event in events(tmp_path / "t", on.LoadReported) if event.load is not None]
+    assert max(load.preemptions for load in loads) > 0
+    assert max(load.running for load in loads) <= 2
+    started = [c for r in records(tmp_path / "t") for c in r.commands if isinstance(c, StartRollout)]
+    assert {start.engine for start in started} == {"embedded-0", "embedded-1"}
+
+
+def test_s52_over_a_kill_every_task_of_an_epoch_is_trained_once(
+    tmp_path: Path, servers: list[EngineProcess], model: Path
+) -> None:
+    run_dir = tmp_path / "t"
+    options = {
+        "engine__type": "vllm",
+        "engine__urls": [servers[0].url],
+        "trainer__type": "external",
+        "env__0__id": "e2e_envs:Words",
+        "env__0__args": "{ tasks = 24 }",
+        "env__0__epochs": 1,
+        "run__max_steps": 50,
+        "checkpoint__keep_last": 50,
+    }
+    first = CommandLine(tmp_path, **options)
+    with trainer(run_dir, model) as (process,):
+        first.when_trained(2)
+        first.process.kill()
+        first.process.wait()
+        process.kill()
+        process.wait()
+        process.returncode = 0
+    second = CommandLine(tmp_path, "--resume", str(run_dir), **options)
+    second.when(lambda: "opened" in second.said)
+    with trainer(run_dir, model):
+        assert second.end(within_s=30) == 0, second.said
+    opened = events(run_dir, on.RunOpened)
+    assert len(opened) == 2
+    trained: dict[int, set[int]] = {}
+    for step in numbers(run_dir)[0]:
+        for row in next(read_batches(run_dir, start_step=step)).samples:
+            trained.setdefault(row.task, set()).add(row.rollout.group)
+    assert all(len(groups) == 1 for groups in trained.values()), "a task was trained twice"
+    tasks = {
+        c.rollout.group: c.task.index
+        for r in records(run_dir)
+        for c in r.commands
+        if isinstance(c, StartRollout)
+    }
+    dead = {tasks[e.result.group] for e in events(run_dir, on.GroupProcessed) if e.result.dead is not None}
+    assert set(trained) | dead == set(range(24))
 
 
 def test_a_finite_source_that_runs_dry_ends_the_run_with_a_short_batch(
