@@ -21,8 +21,15 @@ from typing import Any
 import msgspec
 
 from paceline.cli.status import StatusFile
-from paceline.config import EmbeddedEngine, EnvSection, EvalSection, ReferenceTrainer, RunConfig
-from paceline.core.admission import Admission, FixedCap
+from paceline.config import (
+    EmbeddedEngine,
+    EnvSection,
+    EvalSection,
+    FixedAdmission,
+    ReferenceTrainer,
+    RunConfig,
+)
+from paceline.core.admission import AdaptiveCap, Admission, FixedCap
 from paceline.core.advantages import Algorithm, build, builtin
 from paceline.core.processing import GroupRules
 from paceline.core.scheduler import Core
@@ -135,8 +142,20 @@ def algorithm_of(name: str, args: Mapping[str, Any]) -> Algorithm:
     return build(name, _imported(name, f"algorithm {name!r}"), args)
 
 
-def admission_of(config: RunConfig) -> Admission:
-    return FixedCap(config.admission.cap)
+def admission_of(config: RunConfig, scores_groups: Mapping[EnvName, bool]) -> Admission:
+    """The controller that the config names. `scores_groups`: environments whose groups are scored whole, and so must
+    fit whole."""
+    section = config.admission
+    if isinstance(section, FixedAdmission):
+        return FixedCap(section.cap)
+    whole = [env.group_size for env in config.env if scores_groups[env.label]]
+    return AdaptiveCap(
+        floor=max([section.min_inflight, *whole]),
+        most=section.max_inflight,
+        initial=section.initial_inflight,
+        longest=config.batch.seq_len,
+        group=max(env.group_size for env in config.env),
+    )
 
 
 class ConfiguredServices:
@@ -274,7 +293,10 @@ class Assembly:
         say: Callable[[str], None],
     ) -> FinishRun:
         config = self.config
-        core = Core(core_setup(config, environments.sizes, environments.fingerprints), admission_of(config))
+        core = Core(
+            core_setup(config, environments.sizes, environments.fingerprints),
+            admission_of(config, environments.scores_groups),
+        )
         if self.resumption is not None:
             core.restore(self.resumption.state, self.resumption.trained, str(self._weights_now()))
             for warning in core.warnings:
@@ -379,7 +401,7 @@ class Assembly:
 
     async def _start_engines(self) -> dict[EngineId, HttpEngine]:
         section = self.config.engine
-        cap = self.config.admission.cap
+        cap = self.config.admission.most
         served = self.config.model.served_name
         if isinstance(section, EmbeddedEngine):
             weights = self._weights_now()

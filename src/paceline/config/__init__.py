@@ -17,10 +17,18 @@ from paceline.config.filters import (
 from paceline.config.metrics import MetricsSection, PrometheusSection, TensorboardSection, WandbSection
 from paceline.config.model import ModelSection, SamplingOverride, SamplingSection
 from paceline.config.run import RunConfig, RunSection
-from paceline.config.scheduling import AdmissionSection, FixedAdmission, OverlapScheduling, SchedulingSection
+from paceline.config.scheduling import (
+    AdaptiveAdmission,
+    AdmissionSection,
+    FixedAdmission,
+    OverlapScheduling,
+    PredictiveAdmission,
+    SchedulingSection,
+)
 from paceline.config.trainer import CheckpointSection, ExternalTrainer, ReferenceTrainer, TrainerSection
 
 __all__ = [
+    "AdaptiveAdmission",
     "AdmissionSection",
     "AlgorithmSection",
     "BatchSection",
@@ -39,6 +47,7 @@ __all__ = [
     "ModelSection",
     "OverlapScheduling",
     "PreFilter",
+    "PredictiveAdmission",
     "PrometheusSection",
     "ReferenceTrainer",
     "RepetitionFilter",

@@ -6,11 +6,16 @@ its gate; they are let through, oldest rollout first, when it is done.
 
 from __future__ import annotations
 
+from heapq import heappop, heappush
+
 from paceline.core.admission import Admission
 from paceline.core.flights import Flight
 from paceline.domain.events import EngineJoined, WeightsLoaded
-from paceline.domain.ids import EngineId, Version
-from paceline.errors import EngineError, InvariantError
+from paceline.domain.ids import EngineId, RolloutId, Version
+from paceline.errors import InvariantError
+
+FAILED_CALLS = 3
+"""Calls in a row that may fail before an engine is taken out."""
 
 LOAD_ATTEMPTS = 3
 """Times an engine may fail to load a version before it is taken out."""
@@ -21,15 +26,23 @@ class EngineState:
 
     __slots__ = (
         "attempts",
+        "calling_tokens",
+        "calls",
         "calls_to_stop",
+        "failed_calls",
+        "flights",
         "held",
         "id",
         "in_flight",
         "loading",
+        "noted",
         "out",
+        "parked",
+        "parked_line",
         "ready",
         "strays",
         "waiting",
+        "working_tokens",
     )
 
     def __init__(self, engine: EngineId, held: Version, ready: bool) -> None:
@@ -42,26 +55,100 @@ class EngineState:
         self.loading: Version | None = None
         self.attempts = 0
         self.in_flight = 0
-        """Rollouts placed on it."""
+        """Rollouts placed on it, parked ones included."""
+        self.flights: dict[RolloutId, Flight] = {}
+        """Those rollouts."""
+        self.parked = 0
+        """Those of them that are parked."""
+        self.parked_line: list[Flight] = []
+        """Heap of the parked ones, oldest first; some may have been resumed or have ended since."""
+        self.calls = 0
+        """Engine requests under way."""
+        self.calling_tokens = 0
+        """Contexts of the calls under way, as they were when the calls began: what cannot be evicted."""
+        self.working_tokens = 0
+        """Contexts of all rollouts that are not parked, those between turns included."""
+        self.noted: tuple[int, str] = (0, "")
+        """Cap and reason that the journal knows."""
         self.calls_to_stop = 0
         """Calls of cancelled rollouts that have not stopped: they must, before its weights may change."""
+        self.failed_calls = 0
+        """Calls in a row that failed."""
         self.strays = 0
         """Updates under way when it was lost: their answers are still to come, and say nothing."""
         self.waiting: list[Flight] = []
+        """Heap of the rollouts at its gate, oldest first; some may have ended, moved or been parked since."""
 
     @property
     def usable(self) -> bool:
         return self.ready and self.out is None
 
+    @property
+    def active(self) -> int:
+        """Rollouts that its cap counts: parked ones hold no permit."""
+        return self.in_flight - self.parked
+
+    def add(self, flight: Flight) -> None:
+        """Place a rollout here."""
+        flight.engine = self.id
+        self.in_flight += 1
+        self.flights[flight.id] = flight
+        if flight.parked:
+            self.parked += 1
+            heappush(self.parked_line, flight)
+        else:
+            self.working_tokens += flight.context
+
+    def remove(self, flight: Flight) -> None:
+        """It has ended, or goes elsewhere."""
+        self.in_flight -= 1
+        del self.flights[flight.id]
+        if flight.parked:
+            self.parked -= 1
+        else:
+            self.working_tokens -= flight.context
+
+    def wait(self, flight: Flight) -> None:
+        """Let it wait at the gate."""
+        heappush(self.waiting, flight)
+
+    def next_waiting(self) -> Flight | None:
+        """The oldest rollout at the gate that may go on; it stays there."""
+        waiting = self.waiting
+        while waiting:
+            flight = waiting[0]
+            if self.waits_here(flight):
+                return flight
+            heappop(waiting)
+        return None
+
+    def oldest_parked(self) -> Flight | None:
+        """The parked rollout to resume first; it stays parked."""
+        line = self.parked_line
+        while line:
+            flight = line[0]
+            if flight.parked and self.flights.get(flight.id) is flight and flight.cancelled is None:
+                return flight
+            heappop(line)
+        return None
+
+    def waits_here(self, flight: Flight) -> bool:
+        """Whether it stands at this gate and may go on."""
+        # One that reached its deadline at the gate has ended meanwhile.
+        here = self.flights.get(flight.id) is flight
+        return here and flight.at_gate and not flight.parked and flight.cancelled is None
+
 
 class Fleet:
     """All engines of a run."""
 
-    __slots__ = ("_admission", "_engines", "held", "newest", "path")
+    __slots__ = ("_admission", "_engines", "held", "homeless", "newest", "path")
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
         self._engines: dict[EngineId, EngineState] = {}
+        self.homeless: list[Flight] = []
+        """Flights that want a turn while no engine is usable."""
         self.newest: Version = 0
         """Newest version published."""
         self.path = ""
@@ -86,19 +173,19 @@ class Fleet:
         free = 0
         for engine in self._engines.values():
             if engine.usable:
-                free += max(0, self._admission.cap(engine.id) - engine.in_flight)
+                free += max(0, self._admission.room(engine.id, engine.in_flight - engine.parked))
         return free
 
     def place(self, preferred: EngineId | None) -> EngineState | None:
         """An engine with room: the preferred one, else the one with most room; None when all are full."""
         if preferred is not None:
             engine = self._engines.get(preferred)
-            if engine is not None and engine.usable and engine.in_flight < self._admission.cap(preferred):
+            if engine is not None and engine.usable and self._admission.room(preferred, engine.active) > 0:
                 return engine
         best, best_room = None, 0
         for engine in self._engines.values():
             if engine.usable:
-                room = self._admission.cap(engine.id) - engine.in_flight
+                room = self._admission.room(engine.id, engine.in_flight - engine.parked)
                 if room > best_room:
                     best, best_room = engine, room
         return best
@@ -111,7 +198,10 @@ class Fleet:
         state = EngineState(event.info.id, event.version, ready=event.version >= catch_up)
         if known is not None:
             # Rollouts placed on it before it was lost still count, until they have ended.
-            state.in_flight = known.in_flight
+            state.in_flight, state.flights = known.in_flight, known.flights
+            state.parked, state.parked_line = known.parked, known.parked_line
+            state.calls, state.calling_tokens = known.calls, known.calling_tokens
+            state.working_tokens = known.working_tokens
             state.calls_to_stop = known.calls_to_stop
             state.strays = known.strays
         self._engines[event.info.id] = state
@@ -120,19 +210,24 @@ class Fleet:
         return state
 
     def taken_out(self, engine: EngineState, why: str) -> list[Flight]:
-        """Use it no more; the flights that waited at its gate, for another engine. EngineError if it was the last."""
+        """Use it no more; returns the flights that waited at its gate, for another engine."""
         engine.out = why
         if engine.loading is not None:
             engine.loading = None
             engine.strays += 1
-        waiting, engine.waiting = engine.waiting, []
+        waiting = [f for f in dict.fromkeys(sorted(engine.waiting)) if engine.waits_here(f)]
+        engine.waiting.clear()
         self._recount()
-        if not any(e.usable for e in self._engines.values()):
-            reasons = "; ".join(f"{e.id}: {e.out or 'not ready'}" for e in self._engines.values())
-            raise EngineError(
-                f"no engine is left to sample from ({reasons}): restart them and resume the run"
-            )
         return waiting
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no engine is usable."""
+        return not any(e.usable for e in self._engines.values())
+
+    def why_empty(self) -> str:
+        """Each engine, and why it is not used."""
+        return "; ".join(f"{e.id}: {e.out or 'not ready'}" for e in self._engines.values()) or "none joined"
 
     def to_update(self) -> list[EngineState]:
         """Engines that should begin to load the newest version now."""

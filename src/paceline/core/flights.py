@@ -12,7 +12,26 @@ from paceline.errors import InvariantError
 class Flight:
     """One rollout in flight."""
 
-    __slots__ = ("account", "calling", "cancelled", "engine", "id", "oldest", "sampled", "started", "task")
+    __slots__ = (
+        "account",
+        "at_gate",
+        "calling",
+        "cancelled",
+        "context",
+        "continues",
+        "engine",
+        "granted_at",
+        "id",
+        "marks",
+        "oldest",
+        "parked",
+        "sampled",
+        "started",
+        "task",
+        "turns",
+        "waits_since",
+        "wants",
+    )
 
     def __init__(
         self, rollout: RolloutId, task: TaskRef, engine: EngineId, started: float, account: StreamAccount
@@ -29,6 +48,27 @@ class Flight:
         self.calling = False
         """Whether an engine request of it is under way."""
         self.cancelled: CancelCause | None = None
+        self.context = 0
+        """Tokens of its conversation, as far as is known: its place in the engine's working set."""
+        self.turns = 0
+        """Turns begun; segments of one turn count once."""
+        self.wants = 0
+        """Tokens that the call it asked for may sample."""
+        self.continues = False
+        """Whether its next call goes on with a turn that was cut, and is not a new one."""
+        self.at_gate = False
+        """Whether it has asked for a call and waits for the grant."""
+        self.parked = False
+        """Whether it was taken off its engine: it waits at the gate until there is room."""
+        self.granted_at = 0.0
+        self.waits_since = started
+        """When it began to do something else than call an engine: its start, or its last call's end."""
+        self.marks: tuple[float, float, float] = (0.0, 0.0, 0.0)
+        """A controller's: how far its engine's sums were when the call began."""
+
+    def __lt__(self, other: Flight) -> bool:
+        """Oldest first: by start, ties by id."""
+        return (self.started, self.id) < (other.started, other.id)
 
 
 class Flights:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from heapq import heappop, heappush
+from heapq import heappop, heappush, nlargest
 from typing import Any
 
 from paceline.core.accounting import Account
@@ -24,7 +24,7 @@ from paceline.core.admission import Admission
 from paceline.core.batching import BatchList, DeadStreak
 from paceline.core.curriculum import Curriculum
 from paceline.core.evaluation import EvalEpoch, EvalPlan
-from paceline.core.fleet import LOAD_ATTEMPTS, EngineState, Fleet
+from paceline.core.fleet import FAILED_CALLS, LOAD_ATTEMPTS, EngineState, Fleet
 from paceline.core.flights import Flight, Flights
 from paceline.core.groups import GroupLedger, OpenGroup
 from paceline.core.pacing import Pacing
@@ -40,7 +40,7 @@ from paceline.domain.group import ClosedGroup
 from paceline.domain.ids import EnvName, GroupId, RolloutId
 from paceline.domain.rollout import CancelCause, Rollout
 from paceline.domain.task import TaskRef
-from paceline.errors import InvariantError, TrainerError
+from paceline.errors import EngineError, InvariantError, TrainerError
 
 _RETRIED = frozenset({"infrastructure", "engine"})
 _MEMBERS = 1 << 16
@@ -68,6 +68,7 @@ class Core:
         self.warnings: list[str] = []
         """Set by `restore`: what of the checkpoint did not fit."""
         self._admission = admission
+        self._learner = admission if admission.learns else None
         self._specs = {spec.name: spec for spec in setup.train}
         self._eval_sections = {section.label: section for section in setup.evals}
         self._is_finite = all(s.source.size is not None and s.source.epochs is not None for s in setup.train)
@@ -101,6 +102,7 @@ class Core:
         self._finished = False
         self._alarms: list[float] = []
         """Heap of the times that a `WakeAt` asked for and that have not fired."""
+        self._no_engine_since = 0.0
         self._now = 0.0
         self._out: list[Command] = []
         self._handlers: dict[type, Callable[[Any], bool]] = {
@@ -155,6 +157,7 @@ class Core:
             self.fleet.newest = event.version
         self._update_engines("the engine joined with older weights")
         self._open_due_evals()
+        self._house_the_homeless()
         if self._draining is None and self.cut >= self.setup.max_steps:
             # Resumed when only the last weights, evals or the end itself were missing.
             self._drain(f"step {self.cut} of {self.setup.max_steps} was cut before", "surplus")
@@ -168,7 +171,16 @@ class Core:
 
     def _load_reported(self, event: on.LoadReported) -> bool:
         engine = self.fleet[event.engine]
-        self._admission.observe(event.engine, event.load, engine.in_flight, self._now)
+        admission = self._admission
+        admission.observe(engine, event.load, self._now)
+        if self._learner is None:
+            return True
+        self._note_cap(engine)
+        excess = admission.to_park(engine.id, engine.active)
+        if excess > 0:
+            self._shed(engine, excess, admission.reason(engine.id))
+        self._resume_parked(engine)
+        self._release_gate(engine)
         return True
 
     def _policy_published(self, event: on.PolicyPublished) -> bool:
@@ -195,6 +207,7 @@ class Core:
             self._update_engines("a newer version was published meanwhile")
             self._release_gate(engine)
             self._open_due_evals()
+            self._house_the_homeless()
         elif engine.out is None:
             if engine.attempts >= LOAD_ATTEMPTS:
                 self._take_out(
@@ -209,15 +222,30 @@ class Core:
 
     def _turn_requested(self, event: on.TurnRequested) -> bool:
         flight = self.flights[event.rollout]
+        engine = self.fleet[flight.engine]
+        if not flight.parked:
+            engine.working_tokens += event.context_tokens - flight.context
+        flight.context = event.context_tokens
+        flight.wants = event.max_tokens
         if flight.cancelled is None:
-            self._ask_gate(flight)
+            flight.at_gate = True
+            if self._learner is not None:
+                self._learner.turn_asked(engine, flight, self._now)
+            flight.turns += not flight.continues
+            if not flight.parked:
+                self._ask_gate(flight)
+            elif engine.out is not None and not self.fleet.is_empty:
+                self._resume_parked(self._move(flight))
         return False
 
     def _segment_ended(self, event: on.SegmentEnded) -> bool:
         flight = self.flights[event.rollout]
+        engine = self.fleet[event.engine]
         flight.calling = False
+        engine.calls -= 1
+        engine.calling_tokens -= flight.context
+        tokens = 0
         if event.versions:
-            tokens = 0
             oldest = event.versions[0][0]
             for version, count in event.versions:
                 tokens += count
@@ -227,12 +255,28 @@ class Core:
             if not flight.sampled or flight.oldest is None or oldest < flight.oldest:
                 self.flights.sampled_since(flight, oldest)
             flight.sampled += tokens
+            flight.context += tokens
+            if not flight.parked:
+                engine.working_tokens += tokens
             self.account.sampled(flight.account, tokens)
+        # Cut by a budget of the request, not by the limit that was asked for: the rest of the turn is still to come.
+        cut = event.finish == "length" and tokens < flight.wants
+        flight.continues = cut or (event.finish == "abort" and event.error is None)
+        flight.waits_since = self._now
+        if self._learner is not None:
+            self._learner.segment_ended(
+                engine, flight, tokens, event.cached_tokens, event.seconds, event.error, self._now
+            )
+        if event.error is None:
+            engine.failed_calls = 0
+        elif flight.cancelled is None:
+            self._count_failure(engine, event.error)
         if flight.cancelled is not None:
-            engine = self.fleet[event.engine]
             engine.calls_to_stop -= 1
             if not engine.calls_to_stop:
                 self._update_engines("the calls of cancelled rollouts have stopped")
+        if engine.waiting:
+            self._release_gate(engine)
         return False
 
     def _rollout_ended(self, event: on.RolloutEnded) -> bool:
@@ -240,7 +284,12 @@ class Core:
         flight = self.flights.remove(rollout.id)
         if flight.calling:
             raise InvariantError(f"{rollout.id} ended while its call to {flight.engine!r} was still running")
-        self.fleet[flight.engine].in_flight -= 1
+        engine = self.fleet[flight.engine]
+        engine.remove(flight)
+        if self._learner is not None:
+            self._learner.ended(engine, flight, self._now)
+        if engine.parked:
+            self._resume_parked(engine)
         group = self.groups[rollout.id.group]
         if rollout.task.split == "eval":
             flight.account.move("in_flight", "eval", flight.sampled)
@@ -314,6 +363,7 @@ class Core:
 
     def _timer_fired(self, event: on.TimerFired) -> bool:
         heappop(self._alarms)  # they fire in order
+        self._check_for_engines()
         return True
 
     def _shutdown_requested(self, event: on.ShutdownRequested) -> bool:
@@ -416,9 +466,12 @@ class Core:
         # One alarm is enough: what it cannot start yet asks again. Without the test, two limited environments would
         # set two alarms at each alarm.
         if not self._alarms or at < self._alarms[0]:
-            heappush(self._alarms, at)
-            self._out.append(do.WakeAt(at, f"env {env!r} may start its next rollout then"))
+            self._wake_at(at, f"env {env!r} may start its next rollout then")
         return False
+
+    def _wake_at(self, at: float, reason: str) -> None:
+        heappush(self._alarms, at)
+        self._out.append(do.WakeAt(at, reason))
 
     def _open(self, task: TaskRef) -> OpenGroup:
         """Open a train group and take its places."""
@@ -444,8 +497,11 @@ class Core:
         task = group.task
         account = self.account.of(task.split, task.env)
         self.account.launched(account)
-        engine.in_flight += 1
-        self.flights.add(Flight(rollout, task, engine.id, self._now, account))
+        flight = Flight(rollout, task, engine.id, self._now, account)
+        engine.add(flight)
+        self.flights.add(flight)
+        if self._learner is not None:
+            self._learner.started(engine, flight, self._now)
         noise = mix(self._noise_key, rollout.group * _MEMBERS + rollout.member) >> 1
         self._out.append(do.StartRollout(rollout, task, group.seed, noise, engine.id, engine.held))
 
@@ -454,25 +510,42 @@ class Core:
     def _ask_gate(self, flight: Flight) -> None:
         engine = self.fleet[flight.engine]
         if engine.out is not None:
+            if self.fleet.is_empty:
+                self.fleet.homeless.append(flight)
+                return
             engine = self._move(flight)
-        if self.fleet.gate_open(engine):
+        if self.fleet.gate_open(engine) and not engine.waiting and self._fits(flight, engine):
             self._grant(flight, engine)
         else:
-            engine.waiting.append(flight)
+            engine.wait(flight)
+            self._release_gate(engine)
+
+    def _fits(self, flight: Flight, engine: EngineState) -> bool:
+        """Whether the engine's memory has room for this call; one may always run."""
+        if self._learner is None or not engine.calls:
+            return True
+        limit = self._learner.turn_tokens(engine.id)
+        return limit is None or engine.calling_tokens + flight.context <= limit
 
     def _grant(self, flight: Flight, engine: EngineState) -> None:
         flight.calling = True
+        flight.at_gate = False
+        flight.granted_at = self._now
+        engine.calls += 1
+        engine.calling_tokens += flight.context
         if not flight.sampled:
             self.flights.sampled_since(flight, engine.held)
-        self._out.append(do.GrantTurn(flight.id, engine.id, engine.held))
+        if self._learner is not None:
+            self._learner.turn_granted(engine, flight, self._now)
+        self._out.append(do.GrantTurn(flight.id, engine.id, engine.held, self.setup.segment_tokens))
 
     def _release_gate(self, engine: EngineState) -> None:
+        """Let through what may go on, oldest rollout first: a younger one does not slip past one that does not fit."""
         if not engine.waiting or not self.fleet.gate_open(engine):
             return
-        waiting, engine.waiting = engine.waiting, []
-        for flight in sorted(waiting, key=lambda f: (f.started, f.id)):
-            if self._still_waits(flight):
-                self._grant(flight, engine)
+        while (flight := engine.next_waiting()) is not None and self._fits(flight, engine):
+            heappop(engine.waiting)
+            self._grant(flight, engine)
 
     def _still_waits(self, flight: Flight) -> bool:
         # One that reached its deadline at the gate has ended meanwhile.
@@ -483,10 +556,67 @@ class Core:
         engine = self.fleet.place(None) or min(
             (e for e in self.fleet.engines() if e.usable), key=lambda e: e.in_flight
         )
-        self.fleet[flight.engine].in_flight -= 1
-        engine.in_flight += 1
-        flight.engine = engine.id
+        self.fleet[flight.engine].remove(flight)
+        engine.add(flight)
         return engine
+
+    # ── parking ──
+
+    def _note_cap(self, engine: EngineState) -> None:
+        """Tell the journal when a cap has changed by more than a twentieth, or for another kind of reason."""
+        cap, reason = self._admission.cap(engine.id), self._admission.reason(engine.id)
+        before, why = engine.noted
+        if abs(cap - before) * 20 > before or (cap == before and reason[:24] != why[:24]):
+            engine.noted = (cap, reason)
+            self._out.append(do.NoteCap(engine.id, cap, reason))
+
+    def _shed(self, engine: EngineState, count: int, why: str) -> None:
+        """Take the youngest rollouts off an engine: parked with what they have, or cancelled where that is off."""
+        parks = self.setup.park
+        running = [
+            f
+            for f in engine.flights.values()
+            if f.cancelled is None and not f.parked and (parks or f.task.split == "train")
+        ]
+        for flight in nlargest(count, running):
+            if parks:
+                self._park(flight, engine, why)
+            else:
+                self._cancel(flight, "overload", why)
+
+    def _park(self, flight: Flight, engine: EngineState, why: str) -> None:
+        flight.parked = True
+        engine.parked += 1
+        engine.working_tokens -= flight.context
+        heappush(engine.parked_line, flight)
+        self._out.append(do.ParkRollout(flight.id, why))
+
+    def _resume_parked(self, engine: EngineState) -> None:
+        """Let parked rollouts go on while the cap has room; they come before new ones."""
+        while engine.parked and engine.out is None and engine.active < self._admission.cap(engine.id):
+            flight = engine.oldest_parked()
+            if flight is None:
+                return
+            heappop(engine.parked_line)
+            flight.parked = False
+            engine.parked -= 1
+            engine.working_tokens += flight.context
+            self._out.append(
+                do.ResumeRollout(flight.id, f"{engine.active} of {self._admission.cap(engine.id)} run")
+            )
+            if flight.at_gate:
+                self._ask_gate(flight)
+
+    def _rehouse_parked(self) -> None:
+        """Parked rollouts of engines that are not used any more wait at others."""
+        if self.fleet.is_empty:
+            return
+        for lost in self.fleet.engines():
+            if lost.out is None or not lost.parked:
+                continue
+            # One whose call has not come back yet is moved when it asks for the next.
+            for flight in [f for f in lost.flights.values() if f.parked and not f.calling]:
+                self._resume_parked(self._move(flight))
 
     # ── cancelling ──
 
@@ -599,10 +729,38 @@ class Core:
             self._out.append(do.UpdateWeights(engine.id, fleet.newest, fleet.path, why))
 
     def _take_out(self, engine: EngineState, why: str) -> None:
+        """Use an engine no more, until it joins again; what waited for it goes elsewhere."""
+        self._out.append(do.ReviveEngine(engine.id, why))
         for flight in self.fleet.taken_out(engine, why):
             if self._still_waits(flight):
                 self._ask_gate(flight)
+        self._rehouse_parked()
+        if self.fleet.is_empty:
+            self._no_engine_since = self._now
+            wait_s = self.setup.engine_wait_s
+            self._wake_at(self._now + wait_s, f"no engine is usable; the run waits {wait_s:g} s for one")
         self._open_due_evals()
+
+    def _house_the_homeless(self) -> None:
+        if self.fleet.homeless and not self.fleet.is_empty:
+            homeless, self.fleet.homeless = self.fleet.homeless, []
+            for flight in homeless:
+                if self._still_waits(flight):
+                    self._ask_gate(flight)
+        self._rehouse_parked()
+
+    def _check_for_engines(self) -> None:
+        if self.fleet.is_empty and self._now >= self._no_engine_since + self.setup.engine_wait_s - 1e-6:
+            raise EngineError(
+                f"no engine has been usable for {self.setup.engine_wait_s:g} s (engine.lost_s): "
+                f"{self.fleet.why_empty()}; mend them and resume the run"
+            )
+
+    def _count_failure(self, engine: EngineState, error: str) -> None:
+        """Calls fail now and then; several in a row are the engine's fault."""
+        engine.failed_calls += 1
+        if engine.failed_calls >= FAILED_CALLS and engine.out is None:
+            self._take_out(engine, f"{engine.failed_calls} calls in a row failed, the last: {error}")
 
     # ── evals ──
 
@@ -673,7 +831,7 @@ class Core:
             trainable = sum(sample.trainable_tokens for sample in left.samples)
             self.account.of("train", left.env).move("queued", "left_over", trainable)
         self.account.check()
-        self._out.append(do.FinishRun("done", self._draining))
+        self._out.append(do.FinishRun("done", self._draining or "every step was taken"))
 
     # ── resuming ──
 
@@ -689,6 +847,7 @@ class Core:
             "list": self.list.snapshot(),
             "plan": self.plan.snapshot(),
             "account": self.account.snapshot(),
+            "admission": self._admission.snapshot(),
         }
 
     def restore(self, state: dict[str, Any], trained: int, path: str = "") -> None:
@@ -705,4 +864,5 @@ class Core:
         self.list.restore(state["list"])
         self.plan.restore(state["plan"])
         self.account.restore(state["account"])
+        self._admission.restore(state.get("admission", {}))
         self.pacing.taken = len(self.list)

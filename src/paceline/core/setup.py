@@ -48,6 +48,10 @@ class CoreSetup(msgspec.Struct, frozen=True):
     checkpoint_every: int
     engine_wait_s: float = 0.0
     """Seconds without any engine before the run ends; they may come back meanwhile."""
+    park: bool = True
+    """Park the youngest rollouts under overload; else they are cancelled."""
+    segment_tokens: int | None = None
+    """Tokens that one engine request may sample; None sets no limit."""
 
 
 def train_spec(section: EnvSection, size: int | None, fingerprint: str) -> TrainSpec:
@@ -80,4 +84,6 @@ def core_setup(
         dead_group_limit=config.batch.dead_group_limit,
         checkpoint_every=config.checkpoint.every,
         engine_wait_s=config.engine.lost_s,
+        park=config.admission.park,
+        segment_tokens=config.scheduling.segment_tokens,
     )

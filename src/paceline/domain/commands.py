@@ -39,6 +39,8 @@ class GrantTurn(msgspec.Struct, frozen=True, gc=False, tag=True):
     engine: EngineId
     version: Version
     """What the engine holds now: salts its prefix cache."""
+    max_tokens: int | None = None
+    """Tokens this request may sample; the call asks again for the rest. None sets no limit."""
 
 
 class CancelRollout(msgspec.Struct, frozen=True, gc=False, tag=True):
@@ -46,6 +48,29 @@ class CancelRollout(msgspec.Struct, frozen=True, gc=False, tag=True):
 
     rollout: RolloutId
     cause: CancelCause
+    reason: str = ""
+
+
+class ParkRollout(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """Take a rollout off its engine: abort the request under way, keep its tokens. Not answered by itself: it makes a
+    `SegmentEnded` come sooner, and the rollout's next request waits until it is resumed."""
+
+    rollout: RolloutId
+    reason: str = ""
+
+
+class ResumeRollout(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """A parked rollout may go on: the gate will let it through. Nothing to perform, and not answered."""
+
+    rollout: RolloutId
+    reason: str = ""
+
+
+class NoteCap(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """An engine's cap has changed, or the reason for it. Nothing to perform, and not answered."""
+
+    engine: EngineId
+    cap: int
     reason: str = ""
 
 
@@ -143,6 +168,9 @@ Command: TypeAlias = (
     StartRollout
     | GrantTurn
     | CancelRollout
+    | ParkRollout
+    | ResumeRollout
+    | NoteCap
     | ProcessGroup
     | UpdateWeights
     | ReviveEngine

@@ -126,6 +126,9 @@ class Driver:
             do.StartRollout: self._start_rollout,
             do.GrantTurn: gates.open,
             do.CancelRollout: self._cancel_rollout,
+            do.ParkRollout: self._park_rollout,
+            do.ResumeRollout: _seen_by_folds,
+            do.NoteCap: _seen_by_folds,
             do.ProcessGroup: self._process_group,
             do.UpdateWeights: self._update_weights,
             do.ReviveEngine: self._revive_engine,
@@ -230,6 +233,9 @@ class Driver:
 
     def _cancel_rollout(self, command: do.CancelRollout) -> None:
         self._runner.cancel(command.rollout, command.cause)
+
+    def _park_rollout(self, command: do.ParkRollout) -> None:
+        self._runner.park(command.rollout)
 
     def _process_group(self, command: do.ProcessGroup) -> None:
         self._spawn("group processor", lambda: self._processor.process(command.group))

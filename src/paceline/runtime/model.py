@@ -38,13 +38,17 @@ from paceline.envs.protocol import (
     messages_of,
 )
 from paceline.envs.recorder import NO_IDS, Recorder
-from paceline.errors import EngineError, EnvError
+from paceline.errors import EngineError, EngineUnavailable, EnvError
 from paceline.ports import Engine, GenerateReply, GenerateRequest, SamplingParams
 from paceline.runtime.gate import TurnGate
 from paceline.tokens.bridge import Bridge, Conversation, Plan
 
 LONG_TEXT: Final = 20_000
 """Characters from which encoding leaves the loop: about 5 ms of work, against 22 µs for the hop."""
+
+MOST_UNAVAILABLE: Final = 8
+"""Times one turn may find its engine unavailable. The core takes an engine out after a few failed calls in a row, so a
+turn that meets this many is out of luck with several."""
 
 EMPTY_ABORTS: Final = 32
 """Engine requests in a row that may be aborted without a token before the engine counts as failed: a chain that
@@ -85,6 +89,7 @@ class ModelCalls:
         "_name",
         "_noise_by_position",
         "_noise_seed",
+        "_parked",
         "_poison",
         "_rollout",
         "_sampling",
@@ -132,6 +137,8 @@ class ModelCalls:
         self._max_context = _max_context(shared.limits, engines.get(command.engine))
         self._conversation = Conversation(shared.bridge)
         self._poison = ""
+        self._parked = False
+        """Set when it is parked in the moment between a grant and the request: the request is not sent."""
         self.recorder = Recorder()
         self.last: Reply | None = None
         self.cut: Limit | None = None
@@ -295,7 +302,11 @@ class ModelCalls:
         try:
             allowed, cut = self._allowance(max_tokens)
             while True:
-                finish = await self._segment(call, allowed)
+                try:
+                    finish = await self._segment(call, allowed)
+                except EngineUnavailable as error:
+                    self._ask_again(call, error)
+                    continue
                 if finish != "abort" or self.stop is not None or self.limit is not None:
                     break
         except BaseException:
@@ -316,6 +327,17 @@ class ModelCalls:
         assert self.last is not None
         return self.last
 
+    def _ask_again(self, call: _Call, error: EngineUnavailable) -> None:
+        """Its engine could not carry out a request: the chain goes on from the tokens it has, wherever the gate says.
+
+        EngineError when that has happened too often, or the rollout is being stopped anyway.
+        """
+        call.unavailable += 1
+        if self.stop is None and self.limit is None and call.unavailable < MOST_UNAVAILABLE:
+            return
+        self.engine_error = str(error)
+        raise EngineError(self.engine_error) from error
+
     async def _segment(self, call: _Call, allowed: int) -> Finish:
         """One engine request. Returns how it ended; `abort` also where the chain has to go on for another reason."""
         recorder = self.recorder
@@ -329,6 +351,10 @@ class ModelCalls:
         if not future.done():
             await self._wait(future)
         grant = self._accepted(future)
+        if self._parked:
+            self._parked = False
+            self._return(grant)
+            return "abort"
         sent = self._clock()
         self.gate_s += sent - asked
         call.queued_s += sent - asked
@@ -341,11 +367,12 @@ class ModelCalls:
                 seed, recorder.call_tokens
             )  # such an engine would repeat the noise of the turn's beginning
         sampling = self._sampling
+        most = 1 if in_stop else left if grant.max_tokens is None else min(left, grant.max_tokens)
         request = GenerateRequest(
             f"{self._name}.t{len(recorder.turns)}.s{call.segments}",
             recorder.context,
             SamplingParams(
-                1 if in_stop else left,
+                most,
                 sampling.temperature,
                 sampling.top_p,
                 sampling.top_k,
@@ -360,10 +387,10 @@ class ModelCalls:
         reply = await self._generate(grant, request)
         recorder.segment(reply.token_ids, reply.logprobs, reply.versions, reply.cached_tokens)
         finish = reply.finish
-        if in_stop and finish == "length":
-            if any(string in self._tail() for string in stop):
+        if finish == "length":
+            if in_stop and any(string in self._tail() for string in stop):
                 return "stop"
-            if left > 1:
+            if most < left:
                 finish = "abort"
         if len(reply.token_ids):
             call.empty = 0
@@ -406,6 +433,11 @@ class ModelCalls:
         return self._bridge.tokenizer.decode(context[len(context) - tokens :], keep_special=True)
 
     # ── the gate and the engine ──
+
+    def park(self) -> None:
+        """The core wants its engine's place back. What has not been granted yet is held at the gate anyway."""
+        if self.pending is not None and self.pending.done():
+            self._parked = True
 
     async def _wait(self, future: asyncio.Future[GrantTurn]) -> None:
         self.where, self.pending = "gate", future
@@ -455,7 +487,7 @@ class ModelCalls:
             cancelled = not isinstance(error, Exception)
             text = "cancelled while it ran" if cancelled else _told(error, grant.engine)
             self._gate.report(SegmentEnded(self._rollout, grant.engine, (), "abort", 0, took, text))
-            if cancelled:
+            if cancelled or isinstance(error, EngineUnavailable):
                 raise
             self.engine_error = text
             raise EngineError(text) from error
@@ -472,7 +504,7 @@ class ModelCalls:
 class _Call:
     """What adds up over the segments of one turn."""
 
-    __slots__ = ("empty", "engine", "queued_s", "seed", "segments", "started")
+    __slots__ = ("empty", "engine", "queued_s", "seed", "segments", "started", "unavailable")
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -481,6 +513,7 @@ class _Call:
         self.started = 0.0
         self.segments = 0
         self.empty = 0
+        self.unavailable = 0
 
 
 def check_reply(reply: GenerateReply, max_tokens: int) -> GenerateReply:

@@ -109,6 +109,14 @@ class RolloutRunner:
         asyncio.get_running_loop().call_soon(self._early.pop, rollout, None)
 
 
+    def park(self, rollout: RolloutId) -> None:
+        """Take a rollout off its engine: a call under way comes back with the tokens it has, and asks the gate for the
+        rest. One that makes no call now, or has ended, is left alone: the gate holds its next one."""
+        run = self._running.get(rollout)
+        if run is not None:
+            run.park()
+
+
 class _Run:
     """One rollout on its way."""
 
@@ -179,6 +187,13 @@ class _Run:
         if self._model.stop is None:
             self._model.stop = cause
             self._interrupt()
+
+    def park(self) -> None:
+        model = self._model
+        if model.stop is None and model.limit is None:
+            model.park()
+            if model.engine is not None:
+                self._abort = self._loop.create_task(_abort(model.engine, model.request_id))
 
     # ── the environment's part ──
 

@@ -8,8 +8,13 @@ It keeps its own books, from the commands and events alone, and compares them wi
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, Protocol
 
+from paceline.core.admission import Admission
+from paceline.core.fleet import EngineState
+from paceline.core.scheduler import Core
+from paceline.core.setup import CoreSetup
 from paceline.core.staleness import staleness, trained_by
 from paceline.domain import commands as do
 from paceline.domain import events as on
@@ -17,10 +22,34 @@ from paceline.domain.batch import Batch
 from paceline.domain.commands import Command
 from paceline.domain.events import Event
 from paceline.domain.group import ClosedGroup
-from paceline.domain.ids import GroupId, RolloutId
+from paceline.domain.ids import EngineId, GroupId, RolloutId, Version
 from paceline.domain.task import Split
 from paceline.errors import InvariantError
-from paceline.testing.world import World
+
+
+class Watched(Protocol):
+    """What is looked at: a `World`, or a run of the driver."""
+
+    @property
+    def setup(self) -> CoreSetup: ...
+    @property
+    def core(self) -> Core: ...
+    @property
+    def admission(self) -> Admission: ...
+    @property
+    def resumed(self) -> bool: ...
+    @property
+    def running(self) -> Mapping[RolloutId, object]:
+        """What really runs, whatever the core believes."""
+        ...
+
+    @property
+    def held(self) -> Mapping[EngineId, Version]:
+        """What each engine really samples with."""
+        ...
+
+    @property
+    def lost(self) -> Set[EngineId]: ...
 
 
 class Invariants:
@@ -37,11 +66,12 @@ class Invariants:
         self._asked: set[RolloutId] = set()
         self._calls: dict[RolloutId, str] = {}
         self._cancelled: set[RolloutId] = set()
+        self._parked: set[RolloutId] = set()
         self._loading: set[str] = set()
         self._step: int | None = None
         self._lost_any = False
 
-    def __call__(self, world: World, event: Event, commands: list[Command]) -> None:
+    def __call__(self, world: Watched, event: Event, commands: Sequence[Command]) -> None:
         self._note_event(event)
         for command in commands:
             self._note_command(world, command)
@@ -71,7 +101,7 @@ class Invariants:
         elif isinstance(event, on.EngineLost):
             self._lost_any = True
 
-    def _note_command(self, world: World, command: Command) -> None:
+    def _note_command(self, world: Watched, command: Command) -> None:
         if isinstance(command, do.StartRollout):
             self._start(command)
         elif isinstance(command, do.GrantTurn):
@@ -79,6 +109,13 @@ class Invariants:
         elif isinstance(command, do.CancelRollout):
             self._rule(command.rollout not in self._cancelled, "cancelled twice", command.rollout)
             self._cancelled.add(command.rollout)
+        elif isinstance(command, do.ParkRollout):
+            self._rule(command.rollout not in self._parked, "parked twice", command.rollout)
+            self._rule(command.rollout not in self._cancelled, "parked after a cancel", command.rollout)
+            self._parked.add(command.rollout)
+        elif isinstance(command, do.ResumeRollout):
+            self._rule(command.rollout in self._parked, "resumed without being parked", command.rollout)
+            self._parked.discard(command.rollout)
         elif isinstance(command, do.UpdateWeights):
             self._rule(command.engine not in self._loading, "two updates of one engine", command.engine)
             unstopped = [r for r, e in self._calls.items() if e == command.engine and r in self._cancelled]
@@ -102,11 +139,12 @@ class Invariants:
             before = rollout._replace(attempt=rollout.attempt - 1)
             self._rule(before in self._ended, "a retry began before the attempt had ended", rollout)
 
-    def _grant(self, world: World, command: do.GrantTurn) -> None:
+    def _grant(self, world: Watched, command: do.GrantTurn) -> None:
         rollout, engine = command.rollout, command.engine
         self._rule(rollout in self._asked, "a turn was granted that nobody asked for", rollout)
         self._asked.discard(rollout)
         self._rule(rollout not in self._cancelled, "a cancelled rollout was granted a turn", rollout)
+        self._rule(rollout not in self._parked, "a parked rollout was granted a turn", rollout)
         self._rule(engine not in self._loading, "a turn was granted on an engine that loads", rollout, engine)
         self._rule(engine not in world.lost, "a turn was granted on a lost engine", rollout, engine)
         held = world.held[engine]
@@ -121,7 +159,7 @@ class Invariants:
             len(set(members)) == len(members) <= group.size, "a member settled twice", group.id, members
         )
 
-    def _ship(self, world: World, batch: Batch) -> None:
+    def _ship(self, world: Watched, batch: Batch) -> None:
         setup = world.setup
         self._rule(self._step is None or batch.step == self._step + 1, "a step was left out", batch.step)
         self._step = batch.step
@@ -143,7 +181,7 @@ class Invariants:
 
     # ── compared with the core's ──
 
-    def _compare(self, world: World, commands: list[Command]) -> None:
+    def _compare(self, world: Watched, commands: Sequence[Command]) -> None:
         core = world.core
         core.account.check()
         flights = {flight.id for flight in core.flights.all()}
@@ -153,17 +191,16 @@ class Invariants:
                 break  # it goes on from an earlier life's books
             self._rule(account.launched == self._launched[stream], "launched", stream, account.launched)
             self._rule(account.sampled == self._sampled[stream], "sampled", stream, account.sampled)
-        counted = Counter(flight.engine for flight in core.flights.all())
+        counted = Counter(flight.engine for flight in core.flights.all() if not flight.parked)
         for engine in core.fleet.engines():
-            self._rule(
-                engine.in_flight == counted[engine.id], "permits of an engine", engine.id, engine.in_flight
-            )
+            self._rule(engine.active == counted[engine.id], "permits of an engine", engine.id, engine.active)
+            self._sums(engine)
         started = {command.engine for command in commands if isinstance(command, do.StartRollout)}
         for name in started:
             self._rule(
                 counted[name] <= world.admission.cap(name), "an engine is over its cap", name, counted[name]
             )
-        if not self._lost_any:
+        if not self._lost_any and not world.admission.learns:
             self._rule(len(flights) <= core.fleet.cap(), "over the cap", len(flights), core.fleet.cap())
         if core.finished:
             return  # the list was emptied: what it held is left over
@@ -171,7 +208,17 @@ class Invariants:
         places += sum(group.places for group in core._processing.values()) + len(core.list)
         self._rule(places == core.pacing.taken, "places", places, core.pacing.taken)
 
-    def _at_the_end(self, world: World, commands: list[Command]) -> None:
+    def _sums(self, engine: EngineState) -> None:
+        """What the core adds up of an engine, added up anew."""
+        flights = engine.flights.values()
+        working = sum(f.context for f in flights if not f.parked)
+        self._rule(engine.working_tokens == working, "working set", engine.id, engine.working_tokens, working)
+        self._rule(engine.parked == sum(f.parked for f in flights), "parked", engine.id, engine.parked)
+        calls = sum(name == engine.id for name in self._calls.values())
+        self._rule(engine.calls == calls, "calls under way", engine.id, engine.calls, calls)
+        self._rule(engine.calling_tokens >= 0, "tokens of calls", engine.id, engine.calling_tokens)
+
+    def _at_the_end(self, world: Watched, commands: Sequence[Command]) -> None:
         core = world.core
         self._rule(isinstance(commands[-1], do.FinishRun), "a command after the last")
         self._rule(not world.running and not len(core.groups) and not core._processing, "something is owed")

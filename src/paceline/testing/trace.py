@@ -30,6 +30,7 @@ class Trace:
     checkpoints: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     launched: list[do.StartRollout] = field(default_factory=list)
     ended: list[Rollout] = field(default_factory=list)
+    parked: list[do.ParkRollout] = field(default_factory=list)
     results: dict[GroupId, GroupResult] = field(default_factory=dict)
     peak_in_flight: int = 0
     finish: do.FinishRun | None = None

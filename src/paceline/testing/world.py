@@ -36,7 +36,18 @@ from paceline.testing.trace import Trace
 
 
 class _Running:
-    __slots__ = ("calling", "cause", "command", "plan", "position", "span", "turns")
+    __slots__ = (
+        "calling",
+        "calls",
+        "cause",
+        "command",
+        "part",
+        "plan",
+        "position",
+        "segments",
+        "span",
+        "turns",
+    )
 
     def __init__(self, command: do.StartRollout, plan: Plan) -> None:
         self.command = command
@@ -44,6 +55,10 @@ class _Running:
         self.position = 0
         self.turns: list[Turn] = []
         self.calling: tuple[EngineId, float] | None = None
+        self.calls = 0
+        self.part: tuple[tuple[Version, int], ...] = ()
+        """What earlier segments of the turn under way have sampled."""
+        self.segments = 0
         self.span = 0
         self.cause: CancelCause | None = None
 
@@ -168,14 +183,19 @@ class World:
             )
 
     def _next_turn(self, running: _Running) -> None:
-        rollout = running.command.rollout
         if running.position == len(running.plan.turns):
             # Not at once: a rollout without turns would end while its start is still being performed.
             self._later(running, 0.0, lambda: self._end(running, running.plan.outcome))
             return
         wait, _ = running.plan.turns[running.position]
-        context = sum(len(t.prompt_ids) + len(t.sampled_ids) for t in running.turns) + 2
-        self._later(running, wait, lambda: self.post(on.TurnRequested(rollout, context, running.plan.tokens)))
+        self._later(running, wait, lambda: self._ask(running))
+
+    def _ask(self, running: _Running) -> None:
+        """Ask for the turn, or for the rest of it."""
+        done = sum(n for _, n in running.part)
+        context = sum(len(t.prompt_ids) + len(t.sampled_ids) for t in running.turns) + 2 + done
+        left = running.plan.tokens - done
+        self.post(on.TurnRequested(running.command.rollout, context, left))
 
     def _later(self, running: _Running, seconds: float, action: Callable[[], None]) -> None:
         """Unless it was cancelled meanwhile."""
@@ -191,11 +211,57 @@ class World:
         _, seconds = running.plan.turns[running.position]
         running.calling = (command.engine, self.now)
         running.span = self.held[command.engine]
-        error = running.plan.call_error
-        if error is not None and running.position == len(running.plan.turns) - 1:
-            self._later(running, seconds, lambda: self._call_failed(running, error))
-        else:
-            self._later(running, seconds, lambda: self._call_ended(running, running.plan.tokens, "stop"))
+        running.calls += 1
+        running.segments += 1
+        call, whole, error = running.calls, running.plan.tokens, running.plan.call_error
+        left = whole - sum(n for _, n in running.part)
+        tokens = left if command.max_tokens is None else min(left, command.max_tokens)
+        if left != whole or tokens != whole:
+            seconds *= tokens / max(1, whole)
+
+        def come_back() -> None:
+            if running.calls != call or running.calling is None:
+                return  # parked meanwhile
+            if tokens < left:
+                self._segment_ended(running, tokens, "length")
+            elif error is not None and running.position == len(running.plan.turns) - 1:
+                self._call_failed(running, error)
+            else:
+                self._call_ended(running, tokens, "stop")
+
+        self._later(running, seconds, come_back)
+
+    def _do_ParkRollout(self, command: do.ParkRollout) -> None:
+        running = self.running[command.rollout]
+        self.trace.parked.append(command)
+        if running.calling is None:
+            return
+        call = running.calls
+
+        def stop() -> None:
+            if running.calls == call and running.calling is not None:
+                left = running.plan.tokens - sum(n for _, n in running.part)
+                self._segment_ended(running, left // 2, "abort")
+
+        self._later(running, self.script.cancel_s(command.rollout), stop)
+
+    def _do_ResumeRollout(self, command: do.ResumeRollout) -> None:
+        pass
+
+    def _do_NoteCap(self, command: do.NoteCap) -> None:
+        pass
+
+    def _segment_ended(self, running: _Running, tokens: int, finish: Finish) -> None:
+        """A part of a turn is done, and the rest is asked for."""
+        assert running.calling is not None
+        engine, began = running.calling
+        running.calling = None
+        versions = self._versions(engine, running.span, tokens)
+        running.part += versions
+        rollout = running.command.rollout
+        self.post(on.SegmentEnded(rollout, engine, versions, finish, seconds=self.now - began))
+        if running.cause is None and rollout in self.running:
+            self._ask(running)
 
     def _call_failed(self, running: _Running, error: str) -> None:
         self._call_ended(running, 0, "abort", goes_on=False, error=error)
@@ -214,25 +280,34 @@ class World:
         assert running.calling is not None
         engine, began = running.calling
         running.calling = None
+        tokens = min(tokens, running.plan.tokens - sum(n for _, n in running.part))
         versions = self._versions(engine, running.span, tokens)
         rollout = running.command.rollout
+        running.part += versions
+        self._keep_turn(running, engine, began, finish)
+        self.post(on.SegmentEnded(rollout, engine, versions, finish, seconds=self.now - began, error=error))
+        if goes_on and running.cause is None:
+            self._next_turn(running)
+
+    def _keep_turn(self, running: _Running, engine: EngineId, began: float, finish: Finish) -> None:
+        tokens = sum(n for _, n in running.part)
         running.turns.append(
             Turn(
                 prompt_ids=np.array([1, 2], dtype=np.int32),
                 sampled_ids=np.full(tokens, 3, dtype=np.int32),
                 logprobs=np.full(tokens, -0.5, dtype=np.float32),
-                versions=versions,
+                versions=_merged(running.part),
                 extends=running.position > 0,
                 finish=finish,
                 engine=engine,
                 started=began,
                 ended=self.now,
+                segments=running.segments,
             )
         )
+        running.part = ()
+        running.segments = 0
         running.position += 1
-        self.post(on.SegmentEnded(rollout, engine, versions, finish, seconds=self.now - began, error=error))
-        if goes_on and running.cause is None:
-            self._next_turn(running)
 
     def _versions(self, engine: EngineId, began: Version, tokens: int) -> VersionRuns:
         """Half under the version at the start and half under the one at the end, if it changed in between."""
@@ -256,6 +331,8 @@ class World:
     def _end(self, running: _Running, outcome: Outcome, *, scored: bool = True) -> None:
         command = running.command
         del self.running[command.rollout]
+        if running.part:  # ended between two segments of a turn
+            self._keep_turn(running, command.engine, self.now, "abort")
         scored = scored and outcome.ending in ("completed", "truncated")
         rollout = Rollout(
             id=command.rollout,
@@ -354,3 +431,14 @@ class World:
 
     def _do_FinishRun(self, command: do.FinishRun) -> None:
         self.trace.finish = command
+
+
+def _merged(runs: VersionRuns) -> VersionRuns:
+    """Neighbours of one version as one run."""
+    merged: list[tuple[Version, int]] = []
+    for version, tokens in runs:
+        if merged and merged[-1][0] == version:
+            merged[-1] = (version, merged[-1][1] + tokens)
+        else:
+            merged.append((version, tokens))
+    return tuple(merged)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from paceline.core.admission.base import Controller
 from paceline.domain.ids import EngineId
-from paceline.domain.load import EngineInfo, EngineLoad
 
 
-class FixedCap:
+class FixedCap(Controller):
     """The same cap for every engine, whatever it says."""
 
-    __slots__ = ("_cap",)
+    learns = False
 
     def __init__(self, cap: int) -> None:
         self._cap = cap
 
-    def joined(self, info: EngineInfo) -> None:
-        """Nothing to learn from it."""
-
-    def observe(self, engine: EngineId, load: EngineLoad | None, in_flight: int, now: float) -> None:
-        """Nothing to learn from it."""
-
     def cap(self, engine: EngineId) -> int:
         return self._cap
+
+    def room(self, engine: EngineId, active: int) -> int:
+        return self._cap - active
+
+    def reason(self, engine: EngineId) -> str:
+        return "fixed by the config"
