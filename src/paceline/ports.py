@@ -84,6 +84,18 @@ class Engine(Protocol):
     async def close(self) -> None: ...
 
 
+class WeightCheck(Protocol):
+    """What is made sure of whenever an engine takes new weights."""
+
+    async def before(self, path: str) -> None:
+        """Look at what is to be loaded. Raises EngineError if it is not there."""
+        ...
+
+    async def after(self, engine: Engine, version: Version, path: str) -> None:
+        """Ask the engine, which says that it serves `version`. Raises EngineError if it does not."""
+        ...
+
+
 class BatchSink(Protocol):
     """Where batches go."""
 

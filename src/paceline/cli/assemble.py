@@ -54,10 +54,12 @@ from paceline.runtime.offload import Threads
 from paceline.runtime.processes import ChildProcess
 from paceline.runtime.processor import EnvProcessing, GroupProcessor
 from paceline.runtime.runner import RolloutRunner
+from paceline.runtime.weight_check import ProbeCheck
 from paceline.tokens.bridge import Bridge
 from paceline.tokens.tokenizer import ChatTokenizer, resolve_model_dir
 from paceline.transport.filesystem import FilesystemBatches, FilesystemPolicy
 from paceline.transport.layout import weights_dir
+from paceline.transport.probes import read_probes
 
 _SAVE_S = 300.0
 """Seconds the trainer has to save when the run is done: every step has been trained by then."""
@@ -416,6 +418,7 @@ class Assembly:
             key = os.environ.get(section.api_key_env) if section.api_key_env else None
             connections = max(cap, section.max_connections)
             limits = Limits(request_s=section.request_s)
+        check = ProbeCheck(section.probe_tolerance, read_probes)
         engines = await asyncio.gather(
             *(
                 connect(
@@ -426,6 +429,7 @@ class Assembly:
                     limits=limits,
                     api_key=key,
                     start_s=start_s,
+                    check=check,
                 )
                 for n, url in enumerate(urls)
             )

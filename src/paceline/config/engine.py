@@ -30,6 +30,9 @@ class EmbeddedEngine(Section):
     """What it computes in."""
     start_s: float = Field(default=120.0, gt=0)
     """Seconds it may take to start."""
+    probe_tolerance: float = Field(default=0.15, ge=0)
+    """Mean difference, in nats, between its logprobs and the trainer's on a few prompts after each load of weights,
+    above which it is not believed to hold them; 0 does not ask."""
     lost_s: float = Field(default=180.0, gt=0)
     """Seconds without any engine before the run ends; one that died is started again meanwhile."""
 
@@ -49,6 +52,9 @@ class VllmEngine(Section):
     """Seconds one request may take."""
     start_s: float = Field(default=600.0, gt=0)
     """Seconds to wait for the servers to answer."""
+    probe_tolerance: float = Field(default=0.15, ge=0)
+    """Mean difference, in nats, between its logprobs and the trainer's on a few prompts after each load of weights,
+    above which it is not believed to hold them; 0 does not ask."""
     lost_s: float = Field(default=600.0, gt=0)
     """Seconds without any server before the run ends; one that answers again meanwhile is used again."""
 

@@ -20,6 +20,7 @@ from typing import Any
 from paceline.errors import ConfigError, PacelineError
 from paceline.trainer.checkpoint import checkpoint_dir, load_checkpoint, save_checkpoint
 from paceline.trainer.loss import LossSettings
+from paceline.trainer.probe import probe_prompts, write_probe
 from paceline.trainer.step import OptimizerSettings, Trainer
 from paceline.trainer.weights import model_directory, write_model
 from paceline.transport.reader import discard_unfinished, publish_weights, read_batches
@@ -83,10 +84,16 @@ def train(run_dir: Path, model: str, settings: Settings, *, rank: int = 0, start
         began = time.perf_counter()
         metrics = trainer.step(batch.micro_batches)
         stepped = time.perf_counter()
+        prompts = probe_prompts(batch.micro_batches)
+
+        def fill(folder: Path, prompts: list[list[int]] = prompts) -> None:
+            write_model(trainer.model, source, folder, settings.dtype)
+            write_probe(trainer.model, prompts, folder)
+
         publish_weights(
             run_dir,
             trainer.version,
-            lambda folder: write_model(trainer.model, source, folder, settings.dtype),
+            fill,
             batch.run_id,
             keep=settings.keep_weights,
         )

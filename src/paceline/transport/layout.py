@@ -4,6 +4,7 @@
     RUN/batches/step_000001/rank_0000.plb the orchestrator: what step 1 trains on, one file a rank
     RUN/acks/step_000001.json             the trainer: step 1 is done, with its metrics
     RUN/weights/v000001/version.json ...  the trainer: the weights that step 1 made
+    RUN/weights/v000001/probe.json        the trainer, if it likes: what those weights make of a few prompts
 
 Everything appears by a rename, after it was flushed to disk: whoever sees a name sees all of it, after a power cut
 too. Names that begin with a dot are unfinished and belong to whoever writes them.
@@ -23,6 +24,7 @@ ACKS = "acks"
 WEIGHTS = "weights"
 STATUS = "status.json"
 VERSION_FILE = "version.json"
+PROBE_FILE = "probe.json"
 
 _STEP = re.compile(r"step_(\d{6,})(?:\.json)?")
 _VERSION = re.compile(r"v(\d{6,})")

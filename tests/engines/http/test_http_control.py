@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 from fake_server import GENERATE, METRICS, FakeServer, Say
@@ -262,3 +263,43 @@ async def test_all_that_is_wrong_with_a_server_is_told_at_once() -> None:
         " /weight_info",
         " the engine did not retu",
     ]
+
+
+# ---- the check after a load
+
+
+class Checked:
+    """Refuses what it is told to."""
+
+    def __init__(self, before: str = "", after: str = "") -> None:
+        self.refuses = {"before": before, "after": after}
+
+    async def before(self, path: str) -> None:
+        if self.refuses["before"]:
+            raise EngineError(self.refuses["before"])
+
+    async def after(self, engine: Any, version: int, path: str) -> None:
+        assert (await engine.generate(request("probe"))).finish == "length"
+        if self.refuses["after"]:
+            raise EngineError(self.refuses["after"])
+
+
+async def test_a_server_that_serves_a_mixture_never_flips_its_version() -> None:
+    async with FakeServer() as fake, engine_on(fake, check=Checked(after="serves a mixture")) as engine:
+        with pytest.raises(EngineError, match="serves a mixture"):
+            await engine.update_weights(1, "/weights/v1")
+        assert (engine.version, fake.paused) == (0, False)
+
+
+async def test_what_is_not_there_is_not_loaded() -> None:
+    async with FakeServer() as fake, engine_on(fake, check=Checked(before="no weights")) as engine:
+        with pytest.raises(EngineError, match="no weights"):
+            await engine.update_weights(1, "/weights/v1")
+        assert fake.calls == []
+
+
+async def test_a_load_that_passes_its_check_flips_the_version() -> None:
+    async with FakeServer() as fake, engine_on(fake, check=Checked()) as engine:
+        await engine.update_weights(1, "/weights/v1")
+        assert engine.version == 1
+        assert fake.paths() == [*UPDATE, GENERATE]

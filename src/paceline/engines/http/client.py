@@ -24,7 +24,7 @@ from paceline.engines.http.retry import NOT_JSON, Retry, is_transient
 from paceline.engines.http.weights import WeightLoader
 from paceline.engines.http.wire import COMPLETIONS, decode, encode, error_text
 from paceline.errors import EngineError, EngineUnavailable
-from paceline.ports import GenerateReply, GenerateRequest
+from paceline.ports import GenerateReply, GenerateRequest, WeightCheck
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,7 @@ async def connect(
     api_key: str | None = None,
     start_s: float = 600.0,
     keep_kv: bool = False,
+    check: WeightCheck | None = None,
 ) -> HttpEngine:
     """Wait until the server at `url` answers, look at what it can do, and return the engine.
 
@@ -60,7 +61,9 @@ async def connect(
     except BaseException:
         await link.close()
         raise
-    return HttpEngine(link, id, served_name, facts, max_connections=max_connections, keep_kv=keep_kv)
+    return HttpEngine(
+        link, id, served_name, facts, max_connections=max_connections, keep_kv=keep_kv, check=check
+    )
 
 
 class _Flight:
@@ -96,6 +99,7 @@ class HttpEngine:
         *,
         max_connections: int,
         keep_kv: bool = False,
+        check: WeightCheck | None = None,
     ) -> None:
         self._link, self._model, self._facts = link, served_name, facts
         self._info = EngineInfo(id=id, kv_tokens=facts.kv_tokens, max_model_len=facts.max_model_len)
@@ -104,6 +108,7 @@ class HttpEngine:
         self._places = asyncio.Semaphore(max_connections)
         self._flights: dict[str, _Flight] = {}
         self._loader = WeightLoader(link, keep_kv=keep_kv)
+        self._check = check
         self._loading = asyncio.Lock()
         self._can_abort = True
 
@@ -173,7 +178,12 @@ class HttpEngine:
 
     async def update_weights(self, version: Version, path: str) -> None:
         async with self._loading:
+            if self._check is not None:
+                await self._check.before(path)
             await self._loader.load(version, path)
+            if self._check is not None:
+                # It works again by now: in-flight requests need not wait for the answer, new turns do.
+                await self._check.after(self, version, path)
             self._version = version
 
     async def close(self) -> None:
