@@ -106,10 +106,11 @@ class World:
         if state is not None:
             start = state["cut"] if trained is None else trained
             self.core.restore(state, start, f"weights/v{start}")
+        owed = range(start + 1, self.core.cut + 1)  # before an engine joins: what waits may be cut at once
         self.post(on.RunOpened("test", setup.seed, start or None))
         for number in range(engines):
             self.join(f"e{number}", start)
-        for step in range(start + 1, self.core.cut + 1):
+        for step in owed:
             self._train(step)
 
     # ── for tests ──
