@@ -16,7 +16,7 @@ help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # Torch first, and only if it is missing: a torch that is already there is used as it is. TORCH= chooses another
-# build, for example `make setup TORCH="torch --index-url https://download.pytorch.org/whl/cpu"`.
+# build: `make setup TORCH="torch --index-url <the index for CPU builds that PyTorch's install page names>"`.
 $(VENV)/.ready: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --disable-pip-version-check -q $(TORCH)
