@@ -9,7 +9,7 @@ What each setting is for:
   --enable-scale-out          the route that says which version sampled each token; without it the plain one is used
   --enable-prompt-tokens-details   how much of a prompt came from the prefix cache
   one thread, one process     on two shared cores this is three times faster than vLLM's own choice for CPUs
-  --worker-extension-cls      mends the reload of tied embeddings on CPUs (vllm_cpu_reload.py); GPUs need nothing of it
+  --worker-extension-cls      mends the reload of tied embeddings on CPUs (vllm_cpu_worker.py); GPUs need nothing of it
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "OMP_NUM_THREADS": "1",
+    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
@@ -32,7 +33,7 @@ ENVIRONMENT = {
 def command(argv: list[str]) -> list[str]:
     """The whole `vllm serve` command for what was asked. Options that vLLM knows are handed on."""
     ours = {"--port": "8000", "--name": "policy", "--kv-cache": "16M"}
-    switches = {"--raw-logprobs", "--completions-only", "--unmended"}
+    switches = {"--raw-logprobs", "--completions-only"}
     given, rest, asked = argv[:1], argv[1:], set()
     if not given or given[0].startswith("-"):
         raise SystemExit(__doc__)
@@ -56,9 +57,7 @@ def command(argv: list[str]) -> list[str]:
         line += ["--logprobs-mode", "processed_logprobs"]
     if "--completions-only" not in asked:
         line += ["--enable-scale-out"]
-    if "--unmended" not in asked:
-        line += ["--worker-extension-cls", "vllm_cpu_reload.MendedReload"]
-    return line + theirs
+    return [*line, "--worker-extension-cls", "vllm_cpu_worker.Mended", *theirs]
 
 
 def main() -> None:

