@@ -15,11 +15,13 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from paceline.cli.engines import RunEngines
 from paceline.cli.status import StatusFile
 from paceline.config import (
     EmbeddedEngine,
@@ -36,13 +38,11 @@ from paceline.core.scheduler import Core
 from paceline.core.setup import core_setup
 from paceline.domain import events as on
 from paceline.domain.commands import FinishRun
-from paceline.domain.ids import EngineId, EnvName
+from paceline.domain.ids import EnvName
 from paceline.domain.task import Split
-from paceline.engines.embedded.options import EngineOptions
-from paceline.engines.http import HttpEngine, Limits, connect
 from paceline.envs.protocol import Environment
 from paceline.envs.registry import make_environment
-from paceline.errors import ConfigError, EngineError, PacelineError, TrainerError
+from paceline.errors import ConfigError, PacelineError, TrainerError
 from paceline.journal.writer import FileJournal
 from paceline.ports import Engine
 from paceline.runtime.checkpoints import Checkpoints
@@ -54,12 +54,10 @@ from paceline.runtime.offload import Threads
 from paceline.runtime.processes import ChildProcess
 from paceline.runtime.processor import EnvProcessing, GroupProcessor
 from paceline.runtime.runner import RolloutRunner
-from paceline.runtime.weight_check import ProbeCheck
 from paceline.tokens.bridge import Bridge
 from paceline.tokens.tokenizer import ChatTokenizer, resolve_model_dir
 from paceline.transport.filesystem import FilesystemBatches, FilesystemPolicy
 from paceline.transport.layout import weights_dir
-from paceline.transport.probes import read_probes
 
 _SAVE_S = 300.0
 """Seconds the trainer has to save when the run is done: every step has been trained by then."""
@@ -264,10 +262,10 @@ class Assembly:
             stack.push_async_callback(self._close_children)
             try:
                 say("starting the engine and the trainer")
-                engines = await self._start_children()
-                for engine in engines.values():
-                    stack.push_async_callback(engine.close)
-                journal = FileJournal(self.run_dir, self.run_id)
+                engines = RunEngines(config, self.run_dir, self.children, self._inherit)
+                stack.push_async_callback(engines.close)
+                await self._start_children(engines)
+                journal = self._journal()
                 stack.push_async_callback(journal.close)
                 # Packing and saving take long; groups must not queue behind them.
                 groups, offload = Threads(), Threads()
@@ -287,7 +285,7 @@ class Assembly:
     async def _drive(
         self,
         environments: Environments,
-        engines: Mapping[EngineId, HttpEngine],
+        engines: RunEngines,
         journal: FileJournal,
         processor: GroupProcessor,
         offload: Threads,
@@ -314,7 +312,7 @@ class Assembly:
 
         runner = RolloutRunner(
             environments.runtimes,
-            engines,
+            engines.slots,
             gates,
             clock,
             noise_by_position=isinstance(config.engine, EmbeddedEngine),
@@ -324,7 +322,7 @@ class Assembly:
             inbox=inbox,
             gates=gates,
             runner=runner,
-            engines=engines,
+            engines=engines.slots,
             processor=processor,
             sink=FilesystemBatches(self.run_dir, self.run_id, keep=self._batches_kept()),
             policy=FilesystemPolicy(
@@ -340,20 +338,22 @@ class Assembly:
             folds=folds,
             clock=clock,
             step_limit_s=config.trainer.step_s,
+            revive=engines.revive,
         )
         for child in self.children:
-            driver.beside(child.name, child.wait_dead)
+            if child.name == "trainer":
+                driver.beside(child.name, child.wait_dead)
         driver.beside("journal", self._watch_disk)
-        for engine in engines.values():
-            driver.beside(f"load poll of {engine.info.id}", self._poller(engine, inbox))
+        for name, engine in engines.slots.items():
+            driver.beside(f"watch over {name}", partial(engines.watch, name, inbox.post))
+            driver.beside(f"load poll of {name}", self._poller(engine, inbox))
         opened = on.RunOpened(
             self.run_id, config.run.seed, None if self.resumption is None else self.resumption.step
         )
-        joined = [on.EngineJoined(engine.info, engine.version) for engine in engines.values()]
         driver.when_failing(self._failing)
         self._driver, self._inbox = driver, inbox
         with _calm_gc():
-            return await driver.run(opened, joined)
+            return await driver.run(opened, engines.joined())
 
     def _journal(self) -> FileJournal:
         loop = asyncio.get_running_loop()
@@ -390,81 +390,15 @@ class Assembly:
 
     # ── children ──
 
-    async def _start_children(self) -> dict[EngineId, HttpEngine]:
+    async def _start_children(self, engines: RunEngines) -> None:
         """Engines and trainer start side by side; when one fails, the others are not left starting."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                engines = tasks.create_task(self._start_engines())
+                tasks.create_task(engines.start(self.start_version, self._weights_now()))
                 tasks.create_task(self._start_trainer())
         except BaseExceptionGroup as group:
             cause = first_cause(group)
             raise cause from cause.__cause__
-        return engines.result()
-
-    async def _start_engines(self) -> dict[EngineId, HttpEngine]:
-        section = self.config.engine
-        cap = self.config.admission.most
-        served = self.config.model.served_name
-        if isinstance(section, EmbeddedEngine):
-            weights = self._weights_now()
-            started = await asyncio.gather(
-                *(self._start_embedded(section, n, weights) for n in range(section.replicas))
-            )
-            urls = [child.ready["url"] for child in started]
-            key, start_s, connections = None, section.start_s, max(cap, section.max_num_seqs)
-            limits = Limits()
-        else:
-            urls, start_s = list(section.urls), section.start_s
-            key = os.environ.get(section.api_key_env) if section.api_key_env else None
-            connections = max(cap, section.max_connections)
-            limits = Limits(request_s=section.request_s)
-        check = ProbeCheck(section.probe_tolerance, read_probes)
-        engines = await asyncio.gather(
-            *(
-                connect(
-                    url,
-                    id=f"{section.type}-{n}",
-                    served_name=served,
-                    max_connections=connections,
-                    limits=limits,
-                    api_key=key,
-                    start_s=start_s,
-                    check=check,
-                )
-                for n, url in enumerate(urls)
-            )
-        )
-        for engine in engines:
-            # A server that runs on from an earlier run holds that run's last weights, whatever their number.
-            is_ours = isinstance(section, EmbeddedEngine)
-            if engine.version != self.start_version or (self.start_version and not is_ours):
-                await engine.update_weights(self.start_version, str(self._weights_now()))
-        return {engine.info.id: engine for engine in engines}
-
-    async def _start_embedded(self, section: EmbeddedEngine, number: int, weights: Path) -> ChildProcess:
-        options = EngineOptions(
-            model=weights,
-            served_model_name=self.config.model.served_name,
-            kv_tokens=section.kv_tokens,
-            block_size=section.block_size,
-            max_num_seqs=section.max_num_seqs,
-            max_batched_tokens=section.max_batched_tokens,
-            max_model_len=section.max_model_len,
-            dtype=section.dtype,
-            seed=self.config.run.seed,
-            weight_version=f"v{self.start_version}",
-        )
-        argv = [sys.executable, "-m", "paceline.engines.embedded", *options.arguments()]
-        child = await ChildProcess.start(
-            argv,
-            name=f"engine-{number}",
-            log_path=self.run_dir / "logs" / f"engine-{number}.log",
-            start_s=section.start_s,
-            error=EngineError,
-            inherit=self._inherit,
-        )
-        self.children.append(child)
-        return child
 
     async def _start_trainer(self) -> None:
         section = self.config.trainer

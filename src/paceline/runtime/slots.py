@@ -26,24 +26,24 @@ class EngineSlot:
 
     def __init__(self, engine: Engine, renew: Callable[[], Awaitable[tuple[Engine, Version]]]) -> None:
         """`renew` starts or finds the engine again, and says which version it holds. EngineError when it cannot."""
-        self._engine = engine
+        self.engine = engine
         self._renew = renew
 
     @property
     def info(self) -> EngineInfo:
-        return self._engine.info
+        return self.engine.info
 
     async def generate(self, request: GenerateRequest) -> GenerateReply:
-        return await self._engine.generate(request)
+        return await self.engine.generate(request)
 
     async def abort(self, request_id: str) -> None:
-        await self._engine.abort(request_id)
+        await self.engine.abort(request_id)
 
     async def load(self) -> EngineLoad:
-        return await self._engine.load()
+        return await self.engine.load()
 
     async def update_weights(self, version: Version, path: str) -> None:
-        await self._engine.update_weights(version, path)
+        await self.engine.update_weights(version, path)
 
     async def revive(self) -> EngineJoined:
         """Get the engine back, however long it takes; the core bounds how long a run waits without any."""
@@ -56,10 +56,10 @@ class EngineSlot:
                 await asyncio.sleep(wait_s)
                 wait_s = min(_MOST_S, 2 * wait_s)
                 continue
-            old, self._engine = self._engine, engine
+            old, self.engine = self.engine, engine
             if old is not engine:
                 await old.close()
             return EngineJoined(engine.info, version)
 
     async def close(self) -> None:
-        await self._engine.close()
+        await self.engine.close()

@@ -1,0 +1,167 @@
+"""The engines of a run: started or found, connected, and got back when they are gone.
+
+    embedded   a process each, ours: when it dies it is started again, on the model's own weights; the core then has it
+               load the current ones before it is used
+    vllm       somebody else's servers: when one stops answering, it is asked again and again
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from paceline.config import EmbeddedEngine, RunConfig
+from paceline.domain.events import EngineJoined, EngineLost
+from paceline.domain.ids import EngineId, Version
+from paceline.engines.embedded.options import EngineOptions
+from paceline.engines.http import HttpEngine, Limits, connect
+from paceline.errors import EngineError
+from paceline.ports import Engine
+from paceline.runtime.processes import ChildProcess
+from paceline.runtime.slots import EngineSlot
+from paceline.runtime.weight_check import ProbeCheck
+from paceline.transport.probes import read_probes
+
+MOST_RESTARTS = 5
+"""Times one engine is started again: if it dies more often, something kills it that a new start does not mend."""
+
+
+class RunEngines:
+    """All engines of one run. Processes it starts are added to `children`, which the run closes."""
+
+    def __init__(
+        self, config: RunConfig, run_dir: Path, children: list[ChildProcess], inherit: tuple[int, ...]
+    ) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._children = children
+        self._inherit = inherit
+        self._processes: dict[EngineId, ChildProcess] = {}
+        self._deaths: dict[EngineId, int] = {}
+        self._back: dict[EngineId, asyncio.Event] = {}
+        self.slots: dict[EngineId, EngineSlot] = {}
+
+    async def start(self, version: Version, weights: Path) -> None:
+        """Start or reach all of them, holding `version`, whose files are in `weights`. EngineError if one is not up."""
+        section = self._config.engine
+        count = section.replicas if isinstance(section, EmbeddedEngine) else len(section.urls)
+        numbers = range(count)
+        engines = await asyncio.gather(*(self._open(n, version, weights) for n in numbers))
+        for number, engine in zip(numbers, engines, strict=True):
+            # A server that runs on from an earlier run holds that run's last weights, whatever their number.
+            is_ours = isinstance(section, EmbeddedEngine)
+            if engine.version != version or (version and not is_ours):
+                await engine.update_weights(version, str(weights))
+            self.slots[engine.info.id] = EngineSlot(engine, self._renewer(number, version, weights))
+
+    def joined(self) -> list[EngineJoined]:
+        """What the core is told at the start."""
+        return [EngineJoined(slot.info, self._version_of(slot)) for slot in self.slots.values()]
+
+    async def revive(self, engine: EngineId) -> EngineJoined:
+        """Return once a lost engine is back."""
+        joined = await self.slots[engine].revive()
+        if engine in self._back:
+            self._back[engine].set()
+        return joined
+
+    async def watch(self, engine: EngineId, lost: Callable[[EngineLost], None]) -> None:
+        """Report each death of an engine's process; returns at once for one that is not ours.
+
+        EngineError when it dies again and again.
+        """
+        while engine in self._processes:
+            back = self._back[engine] = asyncio.Event()
+            try:
+                await self._processes[engine].wait_dead()
+            except EngineError as error:
+                self._deaths[engine] = self._deaths.get(engine, 0) + 1
+                if self._deaths[engine] > MOST_RESTARTS:
+                    raise EngineError(f"engine {engine} died {self._deaths[engine]} times: {error}") from None
+                lost(EngineLost(engine, str(error)))
+            # Also after it was closed, because it hung and is being started again.
+            await back.wait()
+
+    async def close(self) -> None:
+        for slot in self.slots.values():
+            await slot.close()
+
+    # ── inside ──
+
+    def _name(self, number: int) -> EngineId:
+        return f"{self._config.engine.type}-{number}"
+
+    def _version_of(self, slot: EngineSlot) -> Version:
+        engine = slot.engine
+        return engine.version if isinstance(engine, HttpEngine) else 0
+
+    def _renewer(
+        self, number: int, version: Version, weights: Path
+    ) -> Callable[[], asyncio.Future[tuple[Engine, Version]]]:
+        async def renew() -> tuple[Engine, Version]:
+            engine = await self._open(number, version, weights)
+            return engine, engine.version
+
+        return lambda: asyncio.ensure_future(renew())
+
+    async def _open(self, number: int, version: Version, weights: Path) -> HttpEngine:
+        section = self._config.engine
+        if isinstance(section, EmbeddedEngine):
+            await self._close_process(number)
+            child = await self._start_process(section, number, version, weights)
+            return await self._connect(number, child.ready["url"], section.max_num_seqs, Limits(), None)
+        key = os.environ.get(section.api_key_env) if section.api_key_env else None
+        limits = Limits(request_s=section.request_s)
+        return await self._connect(number, section.urls[number], section.max_connections, limits, key)
+
+    async def _connect(
+        self, number: int, url: str, connections: int, limits: Limits, key: str | None
+    ) -> HttpEngine:
+        section = self._config.engine
+        return await connect(
+            url,
+            id=self._name(number),
+            served_name=self._config.model.served_name,
+            max_connections=max(self._config.admission.most, connections),
+            limits=limits,
+            api_key=key,
+            start_s=section.start_s,
+            check=ProbeCheck(section.probe_tolerance, read_probes),
+        )
+
+    async def _close_process(self, number: int) -> None:
+        """Whatever is left of the engine's last process; it may hang rather than be dead."""
+        process = self._processes.get(self._name(number))
+        if process is not None:
+            await process.close(term_s=1.0)
+            self._children.remove(process)
+
+    async def _start_process(
+        self, section: EmbeddedEngine, number: int, version: Version, weights: Path
+    ) -> ChildProcess:
+        options = EngineOptions(
+            model=weights,
+            served_model_name=self._config.model.served_name,
+            kv_tokens=section.kv_tokens,
+            block_size=section.block_size,
+            max_num_seqs=section.max_num_seqs,
+            max_batched_tokens=section.max_batched_tokens,
+            max_model_len=section.max_model_len,
+            dtype=section.dtype,
+            seed=self._config.run.seed,
+            weight_version=f"v{version}",
+        )
+        child = await ChildProcess.start(
+            [sys.executable, "-m", "paceline.engines.embedded", *options.arguments()],
+            name=f"engine-{number}",
+            log_path=self._run_dir / "logs" / f"engine-{number}.log",
+            start_s=section.start_s,
+            error=EngineError,
+            inherit=self._inherit,
+        )
+        self._children.append(child)
+        self._processes[self._name(number)] = child
+        return child
