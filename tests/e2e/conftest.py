@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from e2e_kit import MODEL
+from e2e_kit import MODEL, RUNNING
 
 from paceline.engines.embedded.options import EngineOptions
 from paceline.engines.embedded.process import EngineProcess
@@ -27,3 +27,12 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[l
         yield started
         for server in started:
             server.stop()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_runs_on() -> Iterator[None]:
+    yield
+    for process in RUNNING:
+        process.kill()  # what it started ends by itself then
+        process.wait()
+    RUNNING.clear()

@@ -58,6 +58,10 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+RUNNING: list[subprocess.Popen[bytes]] = []
+"""Started by a test; ended with it, whatever becomes of it."""
+
+
 class CommandLine:
     """`paceline run` in a process (and process group) of its own."""
 
@@ -85,6 +89,7 @@ class CommandLine:
                 env=_ENVIRONMENT,
                 start_new_session=True,
             )
+        RUNNING.append(self.process)
 
     @property
     def said(self) -> str:

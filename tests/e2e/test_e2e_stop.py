@@ -177,7 +177,7 @@ def test_killed_at_any_moment_it_goes_on(tmp_path: Path, seed: int) -> None:
         run.process.kill()
         run.process.wait()
         run = resume(tmp_path, checkpoint__every=2, **LONG)
-    run.when_trained(1)
+    run.when_opened()
     run.interrupt(signal.SIGINT)
     assert run.end(within_s=10) == 0
     goes_on_to(tmp_path, numbers(run.run_dir)[0][-1] + 2, checkpoint__every=2)
@@ -230,8 +230,8 @@ def test_what_was_learnt_is_kept_over_a_kill(tmp_path: Path) -> None:
     evals: dict[int, list[float]] = {}
     for record in records(run.run_dir):
         for command in record.commands:
-            if isinstance(command, ReportEval):
-                evals.setdefault(command.version, []).append(command.reward)
+            if isinstance(command, ReportEval) and command.mean_reward is not None:
+                evals.setdefault(command.version, []).append(command.mean_reward)
     assert again.summary["heldout"]["reverse-text"]["start_version"] == 0
     resumed_from = [r.event.resumed_from for r in records(run.run_dir) if isinstance(r.event, on.RunOpened)][
         1

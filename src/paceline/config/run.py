@@ -35,7 +35,8 @@ class RunSection(Section):
     max_steps: int = Field(default=100, ge=1)
     """Optimizer steps; the run ends when the last one's weights are in."""
     drain_s: float = Field(default=8.0, gt=0)
-    """Seconds that running work may take to stop after Ctrl-C or SIGTERM, before it is abandoned."""
+    """Seconds that everything, the trainer's last checkpoint included, may take to stop after Ctrl-C or SIGTERM; what
+    takes longer is abandoned."""
 
 
 class RunConfig(Section):
