@@ -1,0 +1,217 @@
+"""Launching: which rollout starts next.
+
+An open group is continued before a fresh one is opened, evals come up to their limit before training, and nothing starts
+without a permit (admission), a place (pacing) and its environment's start rate.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from paceline.core.accounting import Account
+from paceline.core.admission import Admission
+from paceline.core.curriculum import Curriculum
+from paceline.core.fleet import Fleet
+from paceline.core.flights import Flight, Flights
+from paceline.core.groups import GroupLedger, OpenGroup
+from paceline.core.outbox import Outbox
+from paceline.core.pacing import Pacing
+from paceline.core.rates import StartRate
+from paceline.core.setup import CoreSetup
+from paceline.core.streams import key, mix
+from paceline.domain import commands as do
+from paceline.domain.group import ClosedGroup
+from paceline.domain.ids import EnvName, GroupId
+from paceline.domain.task import TaskRef
+from paceline.errors import InvariantError
+
+_MEMBERS = 1 << 16
+"""More members than a group can have: keeps the noise counters of two groups apart."""
+
+
+class Launcher:
+    """Opens groups and starts their members."""
+
+    def __init__(
+        self,
+        setup: CoreSetup,
+        admission: Admission,
+        fleet: Fleet,
+        flights: Flights,
+        groups: GroupLedger,
+        account: Account,
+        out: Outbox,
+    ) -> None:
+        self.curriculum = Curriculum([spec.source for spec in setup.train], setup.seed)
+        self.pacing = Pacing(
+            setup.lag, setup.target_rollouts, setup.target_tokens, tokens_guess=max(1, setup.seq_len // 2)
+        )
+        self.next_group: GroupId = 0
+        self.owing = 0
+        """Open train groups with members to start."""
+        self.evals: deque[OpenGroup] = deque()
+        """Eval groups with members to start, oldest first."""
+        self._setup = setup
+        self._learner = admission if admission.learns else None
+        self._fleet = fleet
+        self._flights = flights
+        self._groups = groups
+        self._account = account
+        self._out = out
+        self._specs = {spec.name: spec for spec in setup.train}
+        self._rates = {s.name: StartRate(s.tasks_per_minute) for s in setup.train if s.tasks_per_minute}
+        self._launchable: dict[EnvName, deque[OpenGroup]] = {spec.name: deque() for spec in setup.train}
+        self._group_key = key(setup.seed, "group")
+        self._noise_key = key(setup.seed, "noise")
+
+    def fill(self, cut: int, *, draining: bool, processing: int) -> None:
+        """Start rollouts while there is a permit and something to start: evals up to their limit, then training.
+
+        `cut` batches were cut, `processing` groups are being processed; `draining` starts no more training.
+        """
+        free = self._fleet.free()
+        if free <= 0:
+            return
+        eval_limit = self._eval_limit(draining) if self.evals else 0
+        while free > 0:
+            if self.evals and self._flights.evals < eval_limit:
+                self._start_eval()
+            elif draining or not self._start_train(cut, processing):
+                return
+            free -= 1
+
+    def open_eval(self, task: TaskRef, size: int) -> OpenGroup:
+        """Queue one example of an eval."""
+        group = self._new_group(task, size)
+        self.evals.append(group)
+        return group
+
+    def try_again(self, group: OpenGroup) -> None:
+        """Put a group in line whose member failed; call before the member is added to its retries."""
+        if not group.owes_launches:
+            self._launchable[group.task.env].appendleft(group)
+            self.owing += 1
+
+    def stop_training(self) -> list[OpenGroup]:
+        """Take every train group out of line; the caller gives their members up."""
+        stopped = [group for queue in self._launchable.values() for group in queue]
+        for queue in self._launchable.values():
+            queue.clear()
+        self.owing = 0
+        return stopped
+
+    def stop_evals(self) -> list[OpenGroup]:
+        """The same for evals."""
+        stopped = list(self.evals)
+        self.evals.clear()
+        return stopped
+
+    def give_up(self, group: OpenGroup) -> ClosedGroup | None:
+        """Members of this group that have not started never will; the group, if that closed it."""
+        retries = list(group.retries)
+        given_up, closed = self._groups.give_up_unlaunched(group.id)
+        if group.task.split == "train":
+            group.places -= given_up
+            self.pacing.taken -= given_up
+            for rollout in retries:
+                # Its tokens were settled as failed when it ended; the verdict on the record must not count them again.
+                group.tokens[rollout.id] = 0
+                self._account.of("train", group.task.env).move("failed", "grouped", 0)
+        return closed
+
+    # ── inside ──
+
+    def _eval_limit(self, draining: bool) -> int:
+        """Evals that may be in flight: their share, or what training could not use even when all its places are free.
+
+        Not simply what training cannot use now: a long eval would hold the permits when the next version opens places.
+        """
+        cap = self._fleet.cap()
+        if draining:
+            return cap
+        return max(1, int(self._setup.eval_share * cap), cap - self.pacing.most)
+
+    def _start_eval(self) -> None:
+        group = self.evals[0]
+        self._start(group)
+        if not group.owes_launches:
+            self.evals.popleft()
+
+    def _start_train(self, cut: int, processing: int) -> bool:
+        """Continue an open group, else open a fresh one; False when neither may start now."""
+        group = self._oldest_owing() if self.owing else None
+        if group is None:
+            if not self._has_place(cut, processing):
+                return False
+            task = self.curriculum.draw(self._rate_allows)
+            if task is None:
+                return False
+            group = self._open(task)
+        env = group.task.env
+        if env in self._rates:
+            self._rates[env].take(self._out.now)
+        self._start(group)
+        if not group.owes_launches:
+            self._launchable[env].popleft()
+            self.owing -= 1
+        return True
+
+    def _has_place(self, cut: int, processing: int) -> bool:
+        if self.pacing.free(cut, self._fleet.held) > 0:
+            return True
+        # A token-sized batch can be misjudged: if every place is taken by what is listed, and that is not enough
+        # for a batch, nothing would ever move again. One more group does.
+        idle = not self._flights.trains and not processing and not self.owing
+        return idle and self.pacing.may_cut(cut + 1, self._fleet.held)
+
+    def _oldest_owing(self) -> OpenGroup | None:
+        """The oldest group with members to start, of an environment that may start one now."""
+        best: OpenGroup | None = None
+        for env, queue in self._launchable.items():
+            if queue and (best is None or queue[0].id < best.id) and self._rate_allows(env):
+                best = queue[0]
+        return best
+
+    def _rate_allows(self, env: EnvName) -> bool:
+        rate = self._rates.get(env)
+        if rate is None or rate.free(self._out.now):
+            return True
+        at = rate.next_at(self._out.now)
+        # One alarm is enough: what it cannot start yet asks again. Without the test, two limited environments would
+        # set two alarms at each alarm.
+        alarm = self._out.next_alarm
+        if alarm is None or at < alarm:
+            self._out.wake_at(at, f"env {env!r} may start its next rollout then")
+        return False
+
+    def _open(self, task: TaskRef) -> OpenGroup:
+        """Open a train group and take its places."""
+        group = self._new_group(task, self._specs[task.env].group_size)
+        self._launchable[task.env].append(group)
+        self.owing += 1
+        group.places = group.size
+        self.pacing.taken += group.places
+        return group
+
+    def _new_group(self, task: TaskRef, size: int) -> OpenGroup:
+        number = self.next_group
+        self.next_group += 1
+        return self._groups.open(number, task, size, mix(self._group_key, number) >> 1)
+
+    def _start(self, group: OpenGroup) -> None:
+        engine = self._fleet.place(group.engine)
+        if engine is None:
+            raise InvariantError(f"no engine has room for group {group.id}, but a permit was free")
+        if group.engine is None:
+            group.engine = engine.id
+        rollout = group.next_member()
+        task = group.task
+        account = self._account.of(task.split, task.env)
+        self._account.launched(account)
+        flight = Flight(rollout, task, engine.id, self._out.now, account)
+        engine.add(flight)
+        self._flights.add(flight)
+        if self._learner is not None:
+            self._learner.started(engine, flight, self._out.now)
+        noise = mix(self._noise_key, rollout.group * _MEMBERS + rollout.member) >> 1
+        self._out.say(do.StartRollout(rollout, task, group.seed, noise, engine.id, engine.held))

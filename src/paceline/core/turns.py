@@ -1,0 +1,320 @@
+"""Turns: the gate that every model call passes, and what becomes of rollouts when engines change under them.
+
+TurnRequested ─▶ gate ─▶ GrantTurn            open unless the engine loads, is short of memory, or is gone
+                  ▲
+   parked ────────┤  ResumeRollout            the cap has room again
+   homeless ──────┘                           an engine is back
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush, nlargest
+
+from paceline.core.accounting import Account
+from paceline.core.admission import Admission
+from paceline.core.fleet import FAILED_CALLS, LOAD_ATTEMPTS, EngineState, Fleet
+from paceline.core.flights import Flight, Flights
+from paceline.core.outbox import Outbox
+from paceline.core.setup import CoreSetup
+from paceline.domain import commands as do
+from paceline.domain import events as on
+from paceline.domain.rollout import CancelCause
+from paceline.errors import EngineError
+
+
+class Turns:
+    """Decides which model call goes where, and when."""
+
+    __slots__ = (
+        "_account",
+        "_admission",
+        "_fleet",
+        "_flights",
+        "_learner",
+        "_no_engine_since",
+        "_out",
+        "_setup",
+    )
+
+    def __init__(
+        self,
+        setup: CoreSetup,
+        admission: Admission,
+        fleet: Fleet,
+        flights: Flights,
+        account: Account,
+        out: Outbox,
+    ) -> None:
+        self._setup = setup
+        self._admission = admission
+        self._learner = admission if admission.learns else None
+        self._fleet = fleet
+        self._flights = flights
+        self._account = account
+        self._out = out
+        self._no_engine_since = 0.0
+
+    # ── events ──
+
+    def engine_lost(self, event: on.EngineLost) -> None:
+        engine = self._fleet[event.engine]
+        if engine.out is None:
+            self.take_out(engine, event.error)
+
+    def load_reported(self, event: on.LoadReported) -> None:
+        engine = self._fleet[event.engine]
+        admission = self._admission
+        admission.observe(engine, event.load, self._out.now)
+        if self._learner is None:
+            return
+        self._note_cap(engine)
+        excess = admission.to_park(engine.id, engine.active)
+        if excess > 0:
+            self._shed(engine, excess, admission.reason(engine.id))
+        self.resume_parked(engine)
+        self.release_gate(engine)
+
+    def turn_requested(self, event: on.TurnRequested) -> None:
+        flight = self._flights[event.rollout]
+        engine = self._fleet[flight.engine]
+        if not flight.parked:
+            engine.working_tokens += event.context_tokens - flight.context
+        flight.context = event.context_tokens
+        flight.wants = event.max_tokens
+        if flight.cancelled is None:
+            flight.at_gate = True
+            if self._learner is not None:
+                self._learner.turn_asked(engine, flight, self._out.now)
+            flight.turns += not flight.continues
+            if not flight.parked:
+                self._ask_gate(flight)
+            elif engine.out is not None and not self._fleet.is_empty:
+                self.resume_parked(self._move(flight))
+
+    def segment_ended(self, event: on.SegmentEnded) -> None:
+        flight = self._flights[event.rollout]
+        engine = self._fleet[event.engine]
+        flight.calling = False
+        engine.calls -= 1
+        engine.calling_tokens -= flight.context
+        tokens = 0
+        if event.versions:
+            oldest = event.versions[0][0]
+            for version, count in event.versions:
+                tokens += count
+                if version < oldest:
+                    oldest = version
+            # The first tokens date the rollout: until then the version at the request stood in for theirs.
+            if not flight.sampled or flight.oldest is None or oldest < flight.oldest:
+                self._flights.sampled_since(flight, oldest)
+            flight.sampled += tokens
+            flight.context += tokens
+            if not flight.parked:
+                engine.working_tokens += tokens
+            self._account.sampled(flight.account, tokens)
+        # Cut by a budget of the request, not by the limit that was asked for: the rest of the turn is still to come.
+        cut = event.finish == "length" and tokens < flight.wants
+        flight.continues = cut or (event.finish == "abort" and event.error is None)
+        flight.waits_since = self._out.now
+        if self._learner is not None:
+            self._learner.segment_ended(
+                engine, flight, tokens, event.cached_tokens, event.seconds, event.error, self._out.now
+            )
+        if event.error is None:
+            engine.failed_calls = 0
+        elif flight.cancelled is None:
+            self._count_failure(engine, event.error)
+        if flight.cancelled is not None:
+            engine.calls_to_stop -= 1
+            if not engine.calls_to_stop:
+                self.update_engines("the calls of cancelled rollouts have stopped")
+        if engine.waiting:
+            self.release_gate(engine)
+
+    def loaded(self, event: on.WeightsLoaded) -> None:
+        engine = self._fleet[event.engine]
+        if self._fleet.loaded(event):
+            self.update_engines("a newer version was published meanwhile")
+            self.release_gate(engine)
+            self.house_the_homeless()
+        elif engine.out is None:
+            if engine.attempts >= LOAD_ATTEMPTS:
+                self.take_out(
+                    engine, f"v{event.version} did not load {engine.attempts} times, last: {event.error}"
+                )
+            else:
+                failed = (
+                    f"attempt {engine.attempts} failed: {event.error}" if engine.attempts else "it is back"
+                )
+                self.update_engines(failed)
+
+    def ended(self, flight: Flight) -> None:
+        """A rollout has ended: its place on its engine is free."""
+        engine = self._fleet[flight.engine]
+        engine.remove(flight)
+        if self._learner is not None:
+            self._learner.ended(engine, flight, self._out.now)
+        if engine.parked:
+            self.resume_parked(engine)
+
+    # ── the gate ──
+
+    def _ask_gate(self, flight: Flight) -> None:
+        engine = self._fleet[flight.engine]
+        if engine.out is not None:
+            if self._fleet.is_empty:
+                self._fleet.homeless.append(flight)
+                return
+            engine = self._move(flight)
+        if self._fleet.gate_open(engine) and not engine.waiting and self._fits(flight, engine):
+            self._grant(flight, engine)
+        else:
+            engine.wait(flight)
+            self.release_gate(engine)
+
+    def _fits(self, flight: Flight, engine: EngineState) -> bool:
+        """Whether the engine's memory has room for this call; one may always run."""
+        if self._learner is None or not engine.calls:
+            return True
+        limit = self._learner.turn_tokens(engine.id)
+        return limit is None or engine.calling_tokens + flight.context <= limit
+
+    def _grant(self, flight: Flight, engine: EngineState) -> None:
+        flight.calling = True
+        flight.at_gate = False
+        flight.granted_at = self._out.now
+        engine.calls += 1
+        engine.calling_tokens += flight.context
+        if not flight.sampled:
+            self._flights.sampled_since(flight, engine.held)
+        if self._learner is not None:
+            self._learner.turn_granted(engine, flight, self._out.now)
+        self._out.say(do.GrantTurn(flight.id, engine.id, engine.held, self._setup.segment_tokens))
+
+    def release_gate(self, engine: EngineState) -> None:
+        """Let through what may go on, oldest rollout first: a younger one does not slip past one that does not fit."""
+        if not engine.waiting or not self._fleet.gate_open(engine):
+            return
+        while (flight := engine.next_waiting()) is not None and self._fits(flight, engine):
+            heappop(engine.waiting)
+            self._grant(flight, engine)
+
+    def _still_waits(self, flight: Flight) -> bool:
+        # One that reached its deadline at the gate has ended meanwhile.
+        return flight.cancelled is None and flight.id in self._flights
+
+    def _move(self, flight: Flight) -> EngineState:
+        """Place a flight whose engine is out on another one, over its cap if need be: it holds a permit already."""
+        engine = self._fleet.place(None) or min(
+            (e for e in self._fleet.engines() if e.usable), key=lambda e: e.in_flight
+        )
+        self._fleet[flight.engine].remove(flight)
+        engine.add(flight)
+        return engine
+
+    # ── parking and cancelling ──
+
+    def _note_cap(self, engine: EngineState) -> None:
+        """Tell the journal when a cap has changed by more than a twentieth, or for another kind of reason."""
+        cap, reason = self._admission.cap(engine.id), self._admission.reason(engine.id)
+        before, why = engine.noted
+        if abs(cap - before) * 20 > before or (cap == before and reason[:24] != why[:24]):
+            engine.noted = (cap, reason)
+            self._out.say(do.NoteCap(engine.id, cap, reason))
+
+    def _shed(self, engine: EngineState, count: int, why: str) -> None:
+        """Take the youngest rollouts off an engine: parked with what they have, or cancelled where that is off."""
+        parks = self._setup.park
+        running = [
+            f
+            for f in engine.flights.values()
+            if f.cancelled is None and not f.parked and (parks or f.task.split == "train")
+        ]
+        for flight in nlargest(count, running):
+            if parks:
+                self._park(flight, engine, why)
+            else:
+                self.cancel(flight, "overload", why)
+
+    def _park(self, flight: Flight, engine: EngineState, why: str) -> None:
+        flight.parked = True
+        engine.parked += 1
+        engine.working_tokens -= flight.context
+        heappush(engine.parked_line, flight)
+        self._out.say(do.ParkRollout(flight.id, why))
+
+    def resume_parked(self, engine: EngineState) -> None:
+        """Let parked rollouts go on while the cap has room; they come before new ones."""
+        while engine.parked and engine.out is None and engine.active < self._admission.cap(engine.id):
+            flight = engine.oldest_parked()
+            if flight is None:
+                return
+            heappop(engine.parked_line)
+            flight.parked = False
+            engine.parked -= 1
+            engine.working_tokens += flight.context
+            self._out.say(
+                do.ResumeRollout(flight.id, f"{engine.active} of {self._admission.cap(engine.id)} run")
+            )
+            if flight.at_gate:
+                self._ask_gate(flight)
+
+    def _rehouse_parked(self) -> None:
+        """Parked rollouts of engines that are not used any more wait at others."""
+        if self._fleet.is_empty:
+            return
+        for lost in self._fleet.engines():
+            if lost.out is None or not lost.parked:
+                continue
+            # One whose call has not come back yet is moved when it asks for the next.
+            for flight in [f for f in lost.flights.values() if f.parked and not f.calling]:
+                self.resume_parked(self._move(flight))
+
+    def cancel(self, flight: Flight, cause: CancelCause, reason: str) -> None:
+        if flight.cancelled is not None:
+            return
+        flight.cancelled = cause
+        if flight.calling:
+            self._fleet[flight.engine].calls_to_stop += 1
+        self._out.say(do.CancelRollout(flight.id, cause, reason))
+
+    # ── engines ──
+
+    def update_engines(self, why: str) -> None:
+        fleet = self._fleet
+        for engine in fleet.to_update():
+            engine.loading = fleet.newest
+            self._out.say(do.UpdateWeights(engine.id, fleet.newest, fleet.path, why))
+
+    def take_out(self, engine: EngineState, why: str) -> None:
+        """Use an engine no more, until it joins again; what waited for it goes elsewhere."""
+        self._out.say(do.ReviveEngine(engine.id, why))
+        for flight in self._fleet.taken_out(engine, why):
+            if self._still_waits(flight):
+                self._ask_gate(flight)
+        self._rehouse_parked()
+        if self._fleet.is_empty:
+            self._no_engine_since = self._out.now
+            wait_s = self._setup.engine_wait_s
+            self._out.wake_at(self._out.now + wait_s, f"no engine is usable; the run waits {wait_s:g} s for one")
+
+    def house_the_homeless(self) -> None:
+        if self._fleet.homeless and not self._fleet.is_empty:
+            homeless, self._fleet.homeless = self._fleet.homeless, []
+            for flight in homeless:
+                if self._still_waits(flight):
+                    self._ask_gate(flight)
+        self._rehouse_parked()
+
+    def check_for_engines(self) -> None:
+        if self._fleet.is_empty and self._out.now >= self._no_engine_since + self._setup.engine_wait_s - 1e-6:
+            raise EngineError(
+                f"no engine has been usable for {self._setup.engine_wait_s:g} s (engine.lost_s): "
+                f"{self._fleet.why_empty()}; mend them and resume the run"
+            )
+
+    def _count_failure(self, engine: EngineState, error: str) -> None:
+        """Calls fail now and then; several in a row are the engine's fault."""
+        engine.failed_calls += 1
+        if engine.failed_calls >= FAILED_CALLS and engine.out is None:
+            self.take_out(engine, f"{engine.failed_calls} calls in a row failed, the last: {error}")
