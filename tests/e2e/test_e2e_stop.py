@@ -184,30 +184,34 @@ def test_killed_at_any_moment_it_goes_on(tmp_path: Path, seed: int) -> None:
     assert len(lives(run.run_dir)) >= 2
 
 
-@pytest.mark.parametrize(
-    ("module", "named"),
-    [
-        ("paceline.trainer", "trainer"),
-        pytest.param("paceline.engines.embedded", "engine-0", marks=pytest.mark.demo),
-    ],
-)
-def test_s60_when_a_part_dies_the_run_ends_with_the_cause_and_goes_on_later(
-    tmp_path: Path, module: str, named: str
-) -> None:
+def test_s60_when_the_trainer_dies_the_run_ends_with_the_cause_and_goes_on_later(tmp_path: Path) -> None:
     run = CommandLine(tmp_path, **LONG)
     run.when_trained(2)
     children = run.children()
-    os.kill(run.child(module).pid, signal.SIGKILL)
+    os.kill(run.child("paceline.trainer").pid, signal.SIGKILL)
     killed = time.monotonic()
     assert run.end(within_s=10) == 1, run.said
     assert time.monotonic() - killed < 6
     gone(children, within_s=1)
     assert (run.status.status, run.status.exit_code) == ("failed", 1)
-    assert f"{named} ended by itself (signal SIGKILL); the last lines of" in run.status.reason
-    assert f"error: {named} ended by itself" in run.said
+    assert "trainer ended by itself (signal SIGKILL); the last lines of" in run.status.reason
+    assert "error: trainer ended by itself" in run.said
     step = max(numbers(run.run_dir)[0])
     goes_on_to(tmp_path, step + 2)
     assert len(lives(run.run_dir)) == 2
+
+
+@pytest.mark.demo
+def test_when_the_engine_dies_it_is_started_again_and_the_run_goes_on(tmp_path: Path) -> None:
+    run = CommandLine(tmp_path, run__max_steps=40)
+    run.when_trained(3)
+    os.kill(run.child("paceline.engines.embedded").pid, signal.SIGKILL)
+    assert run.end(within_s=90) == 0, run.said
+    assert (run.status.status, run.summary["steps"], run.summary["tokens_conserved"]) == ("done", 40, True)
+    assert lives(run.run_dir) == [list(range(1, 41))]
+    kinds = [type(record.event) for record in records(run.run_dir)]
+    assert kinds.count(on.EngineLost) == 1
+    assert kinds.count(on.EngineJoined) == 2
 
 
 @pytest.mark.demo

@@ -1,8 +1,8 @@
 """The engines of a run: started or found, connected, and got back when they are gone.
 
-    embedded   a process each, ours: when it dies it is started again, on the model's own weights; the core then has it
-               load the current ones before it is used
-    vllm       somebody else's servers: when one stops answering, it is asked again and again
+embedded   a process each, ours: when it dies it is started again, on the model's own weights; the core then has it
+           load the current ones before it is used
+vllm       somebody else's servers: when one stops answering, it is asked again and again
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from paceline.ports import Engine
 from paceline.runtime.processes import ChildProcess
 from paceline.runtime.slots import EngineSlot
 from paceline.runtime.weight_check import ProbeCheck
+from paceline.tokens.tokenizer import resolve_model_dir
 from paceline.transport.probes import read_probes
 
 MOST_RESTARTS = 5
@@ -55,7 +56,7 @@ class RunEngines:
             is_ours = isinstance(section, EmbeddedEngine)
             if engine.version != version or (version and not is_ours):
                 await engine.update_weights(version, str(weights))
-            self.slots[engine.info.id] = EngineSlot(engine, self._renewer(number, version, weights))
+            self.slots[engine.info.id] = EngineSlot(engine, self._renewer(number))
 
     def joined(self) -> list[EngineJoined]:
         """What the core is told at the start."""
@@ -98,11 +99,12 @@ class RunEngines:
         engine = slot.engine
         return engine.version if isinstance(engine, HttpEngine) else 0
 
-    def _renewer(
-        self, number: int, version: Version, weights: Path
-    ) -> Callable[[], asyncio.Future[tuple[Engine, Version]]]:
+    def _renewer(self, number: int) -> Callable[[], asyncio.Future[tuple[Engine, Version]]]:
+        # Not on the version the run began with: a resumed run keeps that for a while only.
+        weights = resolve_model_dir(self._config.model.name)
+
         async def renew() -> tuple[Engine, Version]:
-            engine = await self._open(number, version, weights)
+            engine = await self._open(number, 0, weights)
             return engine, engine.version
 
         return lambda: asyncio.ensure_future(renew())
