@@ -425,7 +425,7 @@ def _server_findings(loaded: Loaded[RunConfig], url: str, facts: ServerFacts) ->
                 remedy="make sure it runs with --logprobs-mode processed_logprobs",
             )
         )
-    if not facts.can_pause:
+    if not facts.can_pause and not facts.problems:  # one that is paused can be
         found.append(
             Finding(
                 "error",

@@ -142,7 +142,7 @@ class EngineState:
 class Fleet:
     """All engines of a run."""
 
-    __slots__ = ("_admission", "_engines", "held", "homeless", "newest", "path")
+    __slots__ = ("_admission", "_engines", "held", "homeless", "newest", "path", "_refused")
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
@@ -152,6 +152,8 @@ class Fleet:
         self.newest: Version = 0
         """Newest version published."""
         self.path = ""
+        self._refused: tuple[Version, int] = (0, 0)
+        """The version that last failed to load, and how often it did."""
         self.held: Version = 0
         """Version that every usable engine holds at least: what new work may count on."""
 
@@ -259,12 +261,27 @@ class Fleet:
         engine.loading = None
         if event.error is not None:
             engine.attempts += 1
+            self._count_refusal(event)
             return False
         engine.attempts = 0
         engine.held = event.version
         engine.ready = True
         self._recount()
         return True
+
+    def _count_refusal(self, event: WeightsLoaded) -> None:
+        """EngineError when engines were got back, and none of them could load this version then either.
+
+        Without it, files that cannot be loaded would have the engines taken out and got back for ever.
+        """
+        version, count = self._refused
+        self._refused = version, count = event.version, (count if version == event.version else 0) + 1
+        has_it = any(e.usable and e.held >= event.version for e in self._engines.values())
+        if count >= 2 * LOAD_ATTEMPTS * len(self._engines) and not has_it:
+            raise EngineError(
+                f"v{event.version} did not load {count} times, on no engine, last: {event.error}; look at what the "
+                "trainer publishes"
+            )
 
     def _recount(self) -> None:
         self.held = min((e.held for e in self._engines.values() if e.usable), default=self.held)
