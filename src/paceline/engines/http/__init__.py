@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from paceline.engines.http.client import HttpEngine, connect
+from paceline.engines.http.dialect import Dialect
 from paceline.engines.http.link import Limits, Link
 from paceline.engines.http.probe import Problem, ServerFacts, probe
 from paceline.engines.http.retry import Retry
 
-__all__ = ["HttpEngine", "Limits", "Link", "Problem", "Retry", "ServerFacts", "connect", "probe"]
+__all__ = ["Dialect", "HttpEngine", "Limits", "Link", "Problem", "Retry", "ServerFacts", "connect", "probe"]

@@ -1,8 +1,8 @@
-"""The Engine port over vLLM's HTTP routes: a vLLM server, or the embedded one.
+"""The Engine port over HTTP: vLLM, SGLang and the embedded engine, by their dialects.
 
     generate ─▶ a place (max_connections, waited for outside any deadline)
                  └▶ try 1 ─▶ try 2 … under one deadline (request_s), each with a request id of its own
-    abort    ─▶ /abort_requests for the try in flight; if the server lets it go on, the connection is closed
+    abort    ─▶ the server is told to stop the try in flight; if the server lets it go on, the connection is closed
 
 A try that may have reached the server is aborted there before another is made: never a silent duplicate.
 """
@@ -11,18 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-
-import msgspec
 
 from paceline.domain.ids import EngineId, Version
 from paceline.domain.load import EngineInfo, EngineLoad
+from paceline.engines.http.dialect import Dialect, VllmDialect
 from paceline.engines.http.link import Answer, Limits, Link, LinkLost
-from paceline.engines.http.metrics import read_load
 from paceline.engines.http.probe import ServerFacts, probe
 from paceline.engines.http.retry import NOT_JSON, Retry, is_transient
-from paceline.engines.http.weights import WeightLoader
-from paceline.engines.http.wire import COMPLETIONS, decode, encode, error_text
+from paceline.engines.http.wire import decode, error_text
 from paceline.errors import EngineError, EngineUnavailable
 from paceline.ports import GenerateReply, GenerateRequest, WeightCheck
 
@@ -32,7 +28,6 @@ _JSON = {"Content-Type": "application/json"}
 _ABORT_WAITS_S = (0.5, 2.0, 8.0)
 """How long an aborted request may take to come back, before it is aborted again, and in the end dropped. An
 abort that overtakes its request on the way finds nothing to stop; the next one does."""
-_DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
 
 
 async def connect(
@@ -61,9 +56,8 @@ async def connect(
     except BaseException:
         await link.close()
         raise
-    return HttpEngine(
-        link, id, served_name, facts, max_connections=max_connections, keep_kv=keep_kv, check=check
-    )
+    dialect = VllmDialect(link, served_name, facts.route, keep_kv=keep_kv)
+    return HttpEngine(link, id, facts, dialect, max_connections=max_connections, check=check)
 
 
 class _Flight:
@@ -94,20 +88,18 @@ class HttpEngine:
         self,
         link: Link,
         id: EngineId,
-        served_name: str,
         facts: ServerFacts,
+        dialect: Dialect,
         *,
         max_connections: int,
-        keep_kv: bool = False,
         check: WeightCheck | None = None,
     ) -> None:
-        self._link, self._model, self._facts = link, served_name, facts
+        self._link, self._dialect, self._facts = link, dialect, facts
         self._info = EngineInfo(id=id, kv_tokens=facts.kv_tokens, max_model_len=facts.max_model_len)
         self._version: Version = facts.version or 0
-        self._route = facts.route
+        self._route = dialect.route
         self._places = asyncio.Semaphore(max_connections)
         self._flights: dict[str, _Flight] = {}
-        self._loader = WeightLoader(link, keep_kv=keep_kv)
         self._check = check
         self._loading = asyncio.Lock()
         self._can_abort = True
@@ -168,7 +160,7 @@ class HttpEngine:
                 answer = await link.send("GET", "/metrics")
             if answer.status != 200:
                 raise EngineError(f"answered {answer.status}")
-            return read_load(answer.body)
+            return self._dialect.read_load(answer.body)
         except TimeoutError:
             raise EngineError(
                 f"{link.name}: /metrics gave no answer within {link.limits.metrics_s:g} s"
@@ -180,7 +172,7 @@ class HttpEngine:
         async with self._loading:
             if self._check is not None:
                 await self._check.before(path)
-            await self._loader.load(version, path)
+            await self._dialect.load_weights(version, path)
             if self._check is not None:
                 # It works again by now: in-flight requests need not wait for the answer, new turns do.
                 await self._check.after(self, version, path)
@@ -200,7 +192,7 @@ class HttpEngine:
         while True:
             if failed:
                 flight.wire_id = f"{request.request_id}~{failed + 1}"
-            body = encode(request, flight.wire_id, self._route, self._model)
+            body = self._dialect.encode(request, flight.wire_id)
             known = self._version
             wait_s: float | None
             kind: type[EngineError] = EngineError
@@ -247,7 +239,7 @@ class HttpEngine:
         try:
             # A server that does not stamp its tokens may have loaded weights meanwhile: then the older version
             # is taken for all of them, so that staleness is never understated.
-            return decode(answer.body, known)
+            return self._dialect.decode(answer.body, known)
         except EngineError as error:
             raise self._error(str(error)) from None
 
@@ -273,12 +265,10 @@ class HttpEngine:
     async def _abort_there(self, wire_id: str) -> bool:
         """Whether the server has taken the abort, or is not there to sample anything."""
         link = self._link
-        ids: Sequence[str] = (wire_id, f"generate-tokens-{wire_id}")
-        if self._route == COMPLETIONS:
-            ids = (wire_id, f"cmpl-{wire_id}", f"cmpl-{wire_id}-0")
+        path, body = self._dialect.abort_call(wire_id)
         try:
             async with asyncio.timeout(link.limits.metrics_s):
-                answer = await link.send("POST", "/abort_requests", msgspec.json.encode({"request_ids": ids}))
+                answer = await link.send("POST", path, body)
         except TimeoutError:
             return False
         except LinkLost as lost:
@@ -286,9 +276,10 @@ class HttpEngine:
         if answer.is_missing:
             self._can_abort = False
             log.warning(
-                "%s: has no /abort_requests (%s): aborting closes connections, and loses their tokens",
+                "%s: has no %s (%s): aborting closes connections, and loses their tokens",
                 link.name,
-                _DEV_MODE,
+                path,
+                self._dialect.no_abort,
             )
         return answer.status == 200 or answer.is_missing
 

@@ -65,6 +65,9 @@ class _Complete(msgspec.Struct, frozen=True, gc=False):
     cache_salt: str | UnsetType
     logprobs: int = 0
     return_token_ids: bool = True
+    # What this route would else take from the model's generation_config.json, behind our back.
+    repetition_penalty: float = 1.0
+    min_p: float = 0.0
     skip_special_tokens: bool = False
 
 

@@ -1,0 +1,78 @@
+"""What differs between servers, behind one client: bodies, routes, metrics, and how weights get in."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from paceline.domain.ids import Version
+from paceline.domain.load import EngineLoad
+from paceline.engines.http import wire
+from paceline.engines.http.link import Link
+from paceline.engines.http.metrics import read_load
+from paceline.engines.http.weights import WeightLoader
+from paceline.ports import GenerateReply, GenerateRequest
+
+
+class Dialect(Protocol):
+    """One server's way of saying things."""
+
+    @property
+    def route(self) -> str:
+        """Where generate calls go."""
+        ...
+
+    @property
+    def no_abort(self) -> str:
+        """Why a server may not know `abort_call`, and what to do about it."""
+        ...
+
+    def encode(self, request: GenerateRequest, wire_id: str) -> bytes:
+        """The body of one attempt at `request`."""
+        ...
+
+    def decode(self, body: bytes, known: Version) -> GenerateReply:
+        """The reply, checked. `known` stamps tokens whose sampler the server does not name. Raises EngineError."""
+        ...
+
+    def abort_call(self, wire_id: str) -> tuple[str, bytes]:
+        """Route and body that stop an attempt."""
+        ...
+
+    def read_load(self, page: bytes) -> EngineLoad:
+        """What the metrics page says. Raises EngineError."""
+        ...
+
+    async def load_weights(self, version: Version, path: str) -> None:
+        """Pause, load, label, check the label, resume. Raises EngineError."""
+        ...
+
+
+class VllmDialect:
+    """A vLLM server, or the embedded one."""
+
+    no_abort = "VLLM_SERVER_DEV_MODE=1"
+
+    def __init__(self, link: Link, model: str, route: str, *, keep_kv: bool = False) -> None:
+        self.route, self._model = route, model
+        self._loader = WeightLoader(link, keep_kv=keep_kv)
+
+    def encode(self, request: GenerateRequest, wire_id: str) -> bytes:
+        return wire.encode(request, wire_id, self.route, self._model)
+
+    def decode(self, body: bytes, known: Version) -> GenerateReply:
+        return wire.decode(body, known)
+
+    def abort_call(self, wire_id: str) -> tuple[str, bytes]:
+        # The server gives a request a name of its own, made of ours.
+        ids: tuple[str, ...] = (wire_id, f"generate-tokens-{wire_id}")
+        if self.route == wire.COMPLETIONS:
+            ids = (wire_id, f"cmpl-{wire_id}", f"cmpl-{wire_id}-0")
+        return "/abort_requests", msgspec.json.encode({"request_ids": ids})
+
+    def read_load(self, page: bytes) -> EngineLoad:
+        return read_load(page)
+
+    async def load_weights(self, version: Version, path: str) -> None:
+        await self._loader.load(version, path)
