@@ -12,7 +12,7 @@ from paceline.core.admission import Admission
 from paceline.core.flights import Flight
 from paceline.domain.events import EngineJoined, WeightsLoaded
 from paceline.domain.ids import EngineId, RolloutId, Version
-from paceline.errors import InvariantError
+from paceline.errors import EngineError, InvariantError
 
 FAILED_CALLS = 3
 """Calls in a row that may fail before an engine is taken out."""
@@ -142,7 +142,7 @@ class EngineState:
 class Fleet:
     """All engines of a run."""
 
-    __slots__ = ("_admission", "_engines", "held", "homeless", "newest", "path", "_refused")
+    __slots__ = ("_admission", "_engines", "_refused", "held", "homeless", "newest", "path")
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
