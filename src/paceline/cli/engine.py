@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 
 from paceline.engines.embedded import __main__ as process
 from paceline.engines.embedded.options import EngineOptions
+from paceline.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,4 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(
+            "`paceline engine` needs torch, which is not installed: pip install 'paceline[train]'"
+        )
     return process.run(args)
