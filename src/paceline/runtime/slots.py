@@ -20,6 +20,9 @@ log = logging.getLogger(__name__)
 _FIRST_S, _MOST_S = 0.5, 30.0
 """Seconds between attempts to get an engine back, doubling."""
 
+_STEADY_S = 60.0
+"""An engine that is gone again sooner than this was not mended: the next attempt waits longer."""
+
 
 class EngineSlot:
     """An `Engine` that stands for whichever engine is in the slot now."""
@@ -28,6 +31,8 @@ class EngineSlot:
         """`renew` starts or finds the engine again, and says which version it holds. EngineError when it cannot."""
         self.engine = engine
         self._renew = renew
+        self._wait_s = 0.0
+        self._back_at = float("-inf")
 
     @property
     def info(self) -> EngineInfo:
@@ -47,15 +52,20 @@ class EngineSlot:
 
     async def revive(self) -> EngineJoined:
         """Get the engine back, however long it takes; the core bounds how long a run waits without any."""
-        wait_s = _FIRST_S
+        loop = asyncio.get_running_loop()
+        if loop.time() - self._back_at > _STEADY_S:
+            self._wait_s = 0.0
         while True:
+            await asyncio.sleep(self._wait_s)
+            self._wait_s = min(_MOST_S, max(_FIRST_S, 2 * self._wait_s))
             try:
                 engine, version = await self._renew()
             except EngineError as error:
-                log.warning("engine %s is not back, trying again in %.1f s: %s", self.info.id, wait_s, error)
-                await asyncio.sleep(wait_s)
-                wait_s = min(_MOST_S, 2 * wait_s)
+                log.warning(
+                    "engine %s is not back, trying again in %.1f s: %s", self.info.id, self._wait_s, error
+                )
                 continue
+            self._back_at = loop.time()
             old, self.engine = self.engine, engine
             if old is not engine:
                 await old.close()
