@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import importlib
 import json
 import os
 import signal
@@ -22,6 +21,7 @@ from typing import Any
 import msgspec
 
 from paceline.cli.engines import RunEngines
+from paceline.cli.services import ConfiguredServices, imported
 from paceline.cli.status import StatusFile
 from paceline.config import (
     EmbeddedEngine,
@@ -139,7 +139,7 @@ def algorithm_of(name: str, args: Mapping[str, Any]) -> Algorithm:
     """A built-in algorithm, or the user's own by import path. ConfigError when there is none, or it does not fit."""
     if ":" not in name:
         return builtin(name, args)
-    return build(name, _imported(name, f"algorithm {name!r}"), args)
+    return build(name, imported(name, f"algorithm {name!r}"), args)
 
 
 def admission_of(config: RunConfig, scores_groups: Mapping[EnvName, bool]) -> Admission:
@@ -156,30 +156,6 @@ def admission_of(config: RunConfig, scores_groups: Mapping[EnvName, bool]) -> Ad
         longest=config.batch.seq_len,
         group=max(env.group_size for env in config.env),
     )
-
-
-class ConfiguredServices:
-    """The async callables that `[services]` names."""
-
-    def __init__(self, paths: Mapping[str, str]) -> None:
-        self._calls = {name: _imported(path, f"service {name!r}") for name, path in paths.items()}
-
-    async def call(self, service: str, request: Any) -> Any:
-        if service not in self._calls:
-            raise ConfigError(
-                f"the algorithm asks for service {service!r}, configured are {sorted(self._calls) or 'none'}: "
-                "add it to [services]"
-            )
-        return await self._calls[service](request)
-
-
-def _imported(path: str, what: str) -> Any:
-    module, _, name = path.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{what}: cannot import {path!r}: {error}; expected module:name") from error
-    return found
 
 
 class Assembly:
@@ -271,7 +247,9 @@ class Assembly:
                 groups, offload = Threads(), Threads()
                 stack.callback(groups.close)
                 stack.callback(offload.close)
-                processor = self._processor(environments, groups)
+                services = ConfiguredServices(config.services, config.chat)
+                stack.push_async_callback(services.close)
+                processor = self._processor(environments, groups, services)
                 finish = await self._drive(environments, engines, journal, processor, offload, folds, say)
             except StoppedTwice as stopped:
                 self._status.finish("stopped", str(stopped))
@@ -374,7 +352,9 @@ class Assembly:
         interval = self.config.metrics.load_interval_s
         return lambda: poll_load(engine, inbox.post, interval_s=interval)
 
-    def _processor(self, environments: Environments, offload: Threads) -> GroupProcessor:
+    def _processor(
+        self, environments: Environments, offload: Threads, services: ConfiguredServices
+    ) -> GroupProcessor:
         config = self.config
         envs = {}
         for section in config.env:
@@ -386,7 +366,7 @@ class Assembly:
                 scores_groups=environments.scores_groups[section.label],
             )
             envs[section.label] = EnvProcessing(rules, algorithm_of(chosen.name, chosen.args))
-        return GroupProcessor(envs, offload, ConfiguredServices(config.services))
+        return GroupProcessor(envs, offload, services)
 
     # ── children ──
 

@@ -8,10 +8,19 @@ import os
 import shutil
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.config import EmbeddedEngine, EnvSection, EvalSection, ReferenceTrainer, RunConfig, VllmEngine
+from paceline.config import (
+    EmbeddedEngine,
+    EnvSection,
+    EvalSection,
+    ReferenceTrainer,
+    RunConfig,
+    SglangEngine,
+    VllmEngine,
+)
 from paceline.errors import ConfigError, PacelineError
 from paceline.runtime.doctor import Check, Finding, examine
 
@@ -51,7 +60,7 @@ def checks_of(loaded: Loaded[RunConfig]) -> dict[str, Check]:
         checks[f"env[{number}] {env.label!r}"] = _env_check(config, env)
     for number, held_out in enumerate(config.eval):
         checks[f"eval[{number}] {held_out.label!r}"] = _env_check(config, held_out)
-    if isinstance(config.engine, VllmEngine):
+    if isinstance(config.engine, VllmEngine | SglangEngine):
         for url in config.engine.urls:
             checks[f"engine {url}"] = _server_check(loaded, config.engine, url)
     return checks
@@ -291,16 +300,20 @@ def _algorithms(config: RunConfig) -> list[Finding]:
 
 
 def _services(config: RunConfig) -> list[Finding]:
-    from paceline.cli.assemble import ConfiguredServices
+    from paceline.cli.services import chat_of, imported
 
+    tries: list[tuple[str, str, Callable[[], Any]]] = [
+        (name, path, partial(imported, path, f"service {name!r}")) for name, path in config.services.items()
+    ]
+    tries += [(name, section.url, partial(chat_of, name, section)) for name, section in config.chat.items()]
     found = []
-    for name, path in config.services.items():
+    for name, where, attempt in tries:
         try:
-            ConfiguredServices({name: path})
+            attempt()
         except PacelineError as error:
             found.append(Finding("error", f"service {name!r}", str(error)))
         else:
-            found.append(Finding("ok", f"service {name!r}", path))
+            found.append(Finding("ok", f"service {name!r}", where))
     return found
 
 
@@ -371,8 +384,9 @@ def _ports(config: RunConfig) -> list[Finding]:
 # ---- servers
 
 
-def _server_check(loaded: Loaded[RunConfig], section: VllmEngine, url: str) -> Check:
+def _server_check(loaded: Loaded[RunConfig], section: VllmEngine | SglangEngine, url: str) -> Check:
     async def check() -> list[Finding]:
+        from paceline.engines import sglang
         from paceline.engines.http import Limits, Link, Retry, probe
 
         key = os.environ.get(section.api_key_env) if section.api_key_env else None
@@ -383,7 +397,8 @@ def _server_check(loaded: Loaded[RunConfig], section: VllmEngine, url: str) -> C
         limits = Limits(admin_s=_PROBE_S, metrics_s=_PROBE_S, connect_s=_PROBE_S)
         link = Link(url, f"engine {url}", limits, Retry(attempts=1), key)
         try:
-            facts = await probe(link, loaded.value.model.served_name, start_s=_PROBE_S)
+            look = sglang.probe if isinstance(section, SglangEngine) else probe
+            facts = await look(link, loaded.value.model.served_name, start_s=_PROBE_S)
         except PacelineError as error:
             return [
                 Finding(
@@ -414,7 +429,7 @@ def _server_findings(loaded: Loaded[RunConfig], url: str, facts: ServerFacts) ->
                 "error",
                 f"engine {url} returns logprobs of the raw distribution, not of the one sampled from",
                 f"env {temperatures}; the server's logprobs do not move with it",
-                "start it with --logprobs-mode processed_logprobs, or sample at temperature 1",
+                f"{facts.remedies.processed}, or sample at temperature 1",
             )
         )
     if facts.processed_logprobs is None and scaled and not facts.problems:
@@ -422,7 +437,7 @@ def _server_findings(loaded: Loaded[RunConfig], url: str, facts: ServerFacts) ->
             Finding(
                 "warning",
                 f"engine {url}: whether its logprobs follow the temperature could not be told",
-                remedy="make sure it runs with --logprobs-mode processed_logprobs",
+                remedy=f"make sure of it: {facts.remedies.processed}",
             )
         )
     if not facts.can_pause and not facts.problems:  # one that is paused can be
@@ -430,8 +445,8 @@ def _server_findings(loaded: Loaded[RunConfig], url: str, facts: ServerFacts) ->
             Finding(
                 "error",
                 f"engine {url} cannot be paused, so it cannot take new weights",
-                "it has no /is_paused and /pause",
-                "start it with VLLM_SERVER_DEV_MODE=1 (vLLM 0.16 or later)",
+                "it does not have the routes",
+                facts.remedies.pause,
             )
         )
     if not facts.has_metrics:
@@ -440,7 +455,7 @@ def _server_findings(loaded: Loaded[RunConfig], url: str, facts: ServerFacts) ->
                 "warning",
                 f"engine {url} has no /metrics",
                 "admission cannot see how full it is",
-                "start it without --disable-log-stats",
+                facts.remedies.metrics,
             )
         )
     if facts.max_model_len:

@@ -2,7 +2,8 @@
 
 embedded   a process each, ours: when it dies it is started again, on the model's own weights; the core then has it
            load the current ones before it is used
-vllm       somebody else's servers: when one stops answering, it is asked again and again
+vllm, sglang
+           somebody else's servers: when one stops answering, it is asked again and again
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.config import EmbeddedEngine, RunConfig
+from paceline.config import EmbeddedEngine, RunConfig, SglangEngine
 from paceline.domain.events import EngineJoined, EngineLost
 from paceline.domain.ids import EngineId, Version
+from paceline.engines import sglang
 from paceline.engines.embedded.options import EngineOptions
 from paceline.engines.http import HttpEngine, Limits, connect
 from paceline.errors import EngineError
@@ -123,7 +125,8 @@ class RunEngines:
         self, number: int, url: str, connections: int, limits: Limits, key: str | None
     ) -> HttpEngine:
         section = self._config.engine
-        return await connect(
+        reach = sglang.connect if isinstance(section, SglangEngine) else connect
+        return await reach(
             url,
             id=self._name(number),
             served_name=self._config.model.served_name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from paceline.config.algorithm import AlgorithmSection
 from paceline.config.base import Section
 from paceline.config.batch import BatchSection
-from paceline.config.engine import EmbeddedEngine, EngineSection, VllmEngine
+from paceline.config.engine import ChatSection, EmbeddedEngine, EngineSection, SglangEngine, VllmEngine
 from paceline.config.environment import EnvSection, EvalSection, Limits
 from paceline.config.filters import (
     FiltersSection,
@@ -32,6 +32,7 @@ __all__ = [
     "AdmissionSection",
     "AlgorithmSection",
     "BatchSection",
+    "ChatSection",
     "CheckpointSection",
     "EmbeddedEngine",
     "EngineSection",
@@ -57,6 +58,7 @@ __all__ = [
     "SamplingSection",
     "SchedulingSection",
     "Section",
+    "SglangEngine",
     "TensorboardSection",
     "TrainerSection",
     "VllmEngine",

@@ -37,11 +37,9 @@ class EmbeddedEngine(Section):
     """Seconds without any engine before the run ends; one that died is started again meanwhile."""
 
 
-class VllmEngine(Section):
-    """Running vLLM servers, reached over HTTP."""
+class _Servers(Section):
+    """What servers that run already have in common."""
 
-    type: Literal["vllm"]
-    """Which kind of engine."""
     urls: tuple[str, ...] = Field(min_length=1)
     """Base address of each server, without `/v1`."""
     api_key_env: str | None = None
@@ -59,4 +57,37 @@ class VllmEngine(Section):
     """Seconds without any server before the run ends; one that answers again meanwhile is used again."""
 
 
-EngineSection = Annotated[EmbeddedEngine | VllmEngine, Field(discriminator="type")]
+class VllmEngine(_Servers):
+    """Running vLLM servers, reached over HTTP."""
+
+    type: Literal["vllm"]
+    """Which kind of engine."""
+
+
+class SglangEngine(_Servers):
+    """Running SGLang servers, reached over their native HTTP API. Not tried on a real one."""
+
+    type: Literal["sglang"]
+    """Which kind of engine."""
+
+
+class ChatSection(Section):
+    """An OpenAI-compatible chat endpoint, which algorithms ask for by its name: a judge, a teacher, a frozen policy."""
+
+    url: str
+    """Base address, with its `/v1`."""
+    model: str
+    """Which of its models."""
+    api_key_env: str | None = None
+    """Environment variable that holds the bearer token; the token itself never enters a config."""
+    temperature: float | None = Field(default=None, ge=0, le=10)
+    """Softmax temperature; none leaves it to the endpoint."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens of an answer; none leaves it to the endpoint."""
+    max_connections: int = Field(default=64, ge=1)
+    """Calls at the same time."""
+    request_s: float = Field(default=120.0, gt=0)
+    """Seconds one call may take."""
+
+
+EngineSection = Annotated[EmbeddedEngine | VllmEngine | SglangEngine, Field(discriminator="type")]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
 from paceline.config.algorithm import AlgorithmSection
 from paceline.config.base import Section
 from paceline.config.batch import BatchSection
-from paceline.config.engine import EmbeddedEngine, EngineSection
+from paceline.config.engine import ChatSection, EmbeddedEngine, EngineSection
 from paceline.config.environment import EnvSection, EvalSection
 from paceline.config.filters import FiltersSection
 from paceline.config.metrics import MetricsSection
@@ -72,15 +72,40 @@ class RunConfig(Section):
     """Where numbers go."""
     services: dict[str, str] = {}
     """I/O that algorithms ask for by name: name = `module:async_callable`."""
+    chat: dict[str, ChatSection] = {}
+    """Services that are chat endpoints, by name."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _engine_returns_ids(cls, given: Any) -> Any:
+        engine = given.get("engine") if isinstance(given, dict) else None
+        if isinstance(engine, dict) and engine.get("type") == "openai_chat":
+            raise ValueError(
+                'engine.type = "openai_chat": a chat endpoint returns text, and training needs the ids and logprobs '
+                "of what was sampled: use vllm, sglang or embedded, and put chat endpoints under [chat.NAME]"
+            )
+        return given
+
+    @model_validator(mode="after")
+    def _services_are_unique(self) -> Self:
+        if twice := sorted(set(self.services) & set(self.chat)):
+            raise ValueError(
+                f"service {twice[0]!r} is both in [services] and a [chat.{twice[0]}]: rename one"
+            )
+        return self
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> Self:
         for kind, names in (("env", [e.label for e in self.env]), ("eval", [e.label for e in self.eval])):
             for name in names:
                 if name == "all":
-                    raise ValueError(f"{kind} name 'all' is reserved for totals in metrics: choose another name")
+                    raise ValueError(
+                        f"{kind} name 'all' is reserved for totals in metrics: choose another name"
+                    )
                 if names.count(name) > 1:
-                    raise ValueError(f"two {kind} sections are both called {name!r}: give one of them a `name`")
+                    raise ValueError(
+                        f"two {kind} sections are both called {name!r}: give one of them a `name`"
+                    )
         return self
 
     @model_validator(mode="after")

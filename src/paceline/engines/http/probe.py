@@ -9,10 +9,11 @@ import msgspec
 import numpy as np
 
 from paceline.domain.ids import Version
+from paceline.engines.http.dialect import Dialect, VllmDialect
 from paceline.engines.http.link import Answer, Link, LinkLost
 from paceline.engines.http.metrics import read_kv_tokens
 from paceline.engines.http.weights import read_version
-from paceline.engines.http.wire import COMPLETIONS, GENERATE, decode, encode, error_text
+from paceline.engines.http.wire import COMPLETIONS, GENERATE, error_text
 from paceline.errors import EngineError
 from paceline.ports import GenerateReply, GenerateRequest, SamplingParams
 
@@ -28,6 +29,14 @@ class Problem(msgspec.Struct, frozen=True, gc=False):
 
     def __str__(self) -> str:
         return f"{self.text}: {self.remedy}" if self.remedy else self.text
+
+
+class Remedies(msgspec.Struct, frozen=True, gc=False):
+    """What to do about a server that lacks something."""
+
+    processed: str = "start it with --logprobs-mode processed_logprobs"
+    pause: str = "start it with VLLM_SERVER_DEV_MODE=1 (vLLM 0.16 or later)"
+    metrics: str = "start it without --disable-log-stats"
 
 
 class ServerFacts(msgspec.Struct, frozen=True, gc=False):
@@ -47,20 +56,21 @@ class ServerFacts(msgspec.Struct, frozen=True, gc=False):
     can_pause: bool = False
     """Whether it can be paused, and so take new weights."""
     problems: tuple[Problem, ...] = ()
+    remedies: Remedies = Remedies()
 
 
-class _Model(msgspec.Struct, frozen=True, gc=False):
+class Model(msgspec.Struct, frozen=True, gc=False):
     id: str
     max_model_len: int | None = None
 
 
 class _Models(msgspec.Struct, frozen=True, gc=False):
-    data: list[_Model]
+    data: list[Model]
 
 
 async def probe(link: Link, served_name: str, *, start_s: float) -> ServerFacts:
     """Wait up to `start_s` for the server, then look at it. EngineError when it does not come up."""
-    models = await _models_when_up(link, start_s)
+    models = await models_when_up(link, start_s)
     names = tuple(model.id for model in models)
     problems: list[Problem] = []
     ours = next((model for model in models if model.id == served_name), None)
@@ -78,12 +88,12 @@ async def probe(link: Link, served_name: str, *, start_s: float) -> ServerFacts:
         version = await read_version(link)
     except EngineError as error:
         problems.append(Problem(str(error), "restart the server with the run's initial weights"))
-    page = await _metrics(link)
+    page = await metrics_page(link)
     route, processed, can_pause = COMPLETIONS, None, False
     try:
         can_pause = await _is_working(link)
         route = await _route(link, name)
-        processed = await _is_processed(link, route, name)
+        processed = await is_processed(link, VllmDialect(link, name, route))
     except EngineError as error:
         text = str(error)
         problems.append(Problem(text if link.name in text else f"{link.name}: {text}"))
@@ -100,7 +110,7 @@ async def probe(link: Link, served_name: str, *, start_s: float) -> ServerFacts:
     )
 
 
-async def _models_when_up(link: Link, start_s: float) -> list[_Model]:
+async def models_when_up(link: Link, start_s: float) -> list[Model]:
     """The models, once the server lists them: that is when it is ready to sample."""
     loop = asyncio.get_running_loop()
     deadline, cause = loop.time() + start_s, "no answer"
@@ -143,7 +153,7 @@ async def _is_working(link: Link) -> bool:
     return answer.status == 200
 
 
-async def _metrics(link: Link) -> bytes | None:
+async def metrics_page(link: Link) -> bytes | None:
     try:
         async with asyncio.timeout(link.limits.metrics_s):
             answer = await link.send("GET", "/metrics")
@@ -154,15 +164,17 @@ async def _metrics(link: Link) -> bytes | None:
 
 async def _route(link: Link, name: str) -> str:
     """The newest route the server has; EngineError when none returns exact ids and logprobs."""
-    answer = await _sample(link, GENERATE, name, SamplingParams(max_tokens=1), "route")
+    one = SamplingParams(max_tokens=1)
+    generate, completions = (VllmDialect(link, name, route) for route in (GENERATE, COMPLETIONS))
+    answer = await sample(link, generate, one, "route")
     if not answer.is_missing:
-        _exact(link, GENERATE, answer)
+        exact(link, generate, answer)
         return GENERATE
-    _exact(link, COMPLETIONS, await _sample(link, COMPLETIONS, name, SamplingParams(max_tokens=1), "route"))
+    exact(link, completions, await sample(link, completions, one, "route"))
     return COMPLETIONS
 
 
-async def _is_processed(link: Link, route: str, name: str) -> bool | None:
+async def is_processed(link: Link, dialect: Dialect) -> bool | None:
     """Whether logprobs follow the temperature: the one most likely token, drawn at two of them.
 
     In the distribution sampled from, its probability is one (or, where only the temperature is applied, moves);
@@ -171,7 +183,7 @@ async def _is_processed(link: Link, route: str, name: str) -> bool | None:
     replies: list[GenerateReply] = []
     for temperature in (0.5, 2.0):
         params = SamplingParams(max_tokens=1, temperature=temperature, top_k=1)
-        replies.append(_exact(link, route, await _sample(link, route, name, params, f"t{temperature}")))
+        replies.append(exact(link, dialect, await sample(link, dialect, params, f"t{temperature}")))
     cold, hot = replies
     if not len(cold.token_ids) or not np.array_equal(cold.token_ids, hot.token_ids):
         return None
@@ -181,21 +193,24 @@ async def _is_processed(link: Link, route: str, name: str) -> bool | None:
     return b > -1e-4
 
 
-async def _sample(link: Link, route: str, name: str, params: SamplingParams, tag: str) -> Answer:
+async def sample(link: Link, dialect: Dialect, params: SamplingParams, tag: str) -> Answer:
+    """One request after the token 1. EngineError when no whole answer comes."""
     request = GenerateRequest(
         request_id=f"probe-{tag}-{os.urandom(4).hex()}", token_ids=np.array([1], np.int32), sampling=params
     )
-    body = encode(request, request.request_id, route, name)
     try:
         async with asyncio.timeout(link.limits.admin_s):
-            return await link.send("POST", route, body)
+            return await link.send("POST", dialect.route, dialect.encode(request, request.request_id))
     except TimeoutError:
-        raise EngineError(f"{link.name}: {route} gave no answer within {link.limits.admin_s:g} s") from None
+        raise EngineError(
+            f"{link.name}: {dialect.route} gave no answer within {link.limits.admin_s:g} s"
+        ) from None
     except LinkLost as lost:
-        raise EngineError(f"{link.name}: {route}: {lost}") from lost
+        raise EngineError(f"{link.name}: {dialect.route}: {lost}") from lost
 
 
-def _exact(link: Link, route: str, answer: Answer) -> GenerateReply:
+def exact(link: Link, dialect: Dialect, answer: Answer) -> GenerateReply:
+    """The reply, if it can be trained on. EngineError otherwise."""
     if answer.status != 200:
-        raise EngineError(f"{link.name}: {route} answered {answer.status}: {error_text(answer.body)}")
-    return decode(answer.body, 0)
+        raise EngineError(f"{link.name}: {dialect.route} answered {answer.status}: {error_text(answer.body)}")
+    return dialect.decode(answer.body, 0)

@@ -80,7 +80,7 @@ class _Content(msgspec.Struct, frozen=True, gc=False):
     token_logprobs: list[float | None] | None = None
 
 
-class _Span(msgspec.Struct, frozen=True, gc=False):
+class Span(msgspec.Struct, frozen=True, gc=False):
     version: str
     start: int
     end: int
@@ -91,7 +91,7 @@ class _Choice(msgspec.Struct, frozen=True, gc=False):
     logprobs: _Content | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    weight_versions: list[_Span] | None = None
+    weight_versions: list[Span] | None = None
 
 
 class _Details(msgspec.Struct, frozen=True, gc=False):
@@ -161,7 +161,7 @@ def decode(body: bytes, known: Version) -> GenerateReply:
         token_ids=ids,
         logprobs=logprobs,
         finish=finish,
-        versions=_versions(choice.weight_versions, len(ids), known),
+        versions=version_runs(choice.weight_versions, len(ids), known),
         cached_tokens=(details.cached_tokens or 0) if details else 0,
         stop_reason=choice.stop_reason,
     )
@@ -201,6 +201,13 @@ def _sampled(choice: _Choice) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
                 "(start it with --max-logprobs 1 or more, and --logprobs-mode processed_logprobs)"
             )
         values = ()
+    return checked(ids, values)
+
+
+def checked(
+    ids: Sequence[int], values: Sequence[float | None]
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Sampled ids and their logprobs as read-only arrays. EngineError, with the place, for what cannot be trained on."""
     if len(ids) != len(values):
         raise EngineError(f"the engine returned {len(ids)} token ids and {len(values)} logprobs")
     try:
@@ -238,7 +245,8 @@ def _impossible(values: Sequence[float | None]) -> str:
     )
 
 
-def _versions(spans: list[_Span] | None, tokens: int, known: Version) -> VersionRuns:
+def version_runs(spans: Sequence[Span] | None, tokens: int, known: Version) -> VersionRuns:
+    """What a server's spans say of who sampled what; `known` for all where it gives none."""
     if not tokens:
         return ()
     if not spans:

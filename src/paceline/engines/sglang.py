@@ -1,0 +1,358 @@
+"""The Engine port over SGLang's native HTTP API, by the client that speaks to vLLM too.
+
+    generate   POST /generate            ids in (`input_ids`), ids and logprobs out (`meta_info.output_token_logprobs`)
+    abort      POST /abort_request       by `rid`; the request returns with what it had sampled
+    weights    POST /pause_generation (retract) ─▶ /update_weights_from_disk ─▶ GET /get_weight_version ─▶ /continue_generation
+    load       GET  /metrics             `sglang:…`, where the server was started with --enable-metrics
+
+Written from SGLang's documentation (0.5 series) and tested against a scripted server of these routes; NOT tried on a
+real SGLang. `retract` puts running requests back into the queue, so that their KV is computed anew by the new weights.
+
+Seeds are not sent: SGLang takes one only in its deterministic mode, and older versions refuse the name. Rollouts are
+as random, and are not repeated by giving a run the same seed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from paceline.domain.ids import EngineId, Version
+from paceline.domain.load import EngineLoad
+from paceline.domain.rollout import Finish
+from paceline.engines.http.client import HttpEngine
+from paceline.engines.http.link import Answer, Limits, Link
+from paceline.engines.http.probe import (
+    Problem,
+    Remedies,
+    ServerFacts,
+    exact,
+    is_processed,
+    metrics_page,
+    models_when_up,
+    sample,
+)
+from paceline.engines.http.retry import Retry
+from paceline.engines.http.wire import Span, checked, error_text, excerpt, label_of, version_of, version_runs
+from paceline.errors import EngineError
+from paceline.ports import GenerateReply, GenerateRequest, SamplingParams, WeightCheck
+
+log = logging.getLogger(__name__)
+
+ROUTE = "/generate"
+_REMEDIES = Remedies(
+    processed="start it without SGLANG_RETURN_ORIGINAL_LOGPROB",
+    pause="use a version that has /pause_generation (0.5 series)",
+    metrics="start it with --enable-metrics",
+)
+_FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
+_METRIC = re.compile(
+    rb"^sglang:(num_running_reqs|num_queue_reqs|token_usage|num_retracted_requests_total|num_retracted_reqs"
+    rb"|prompt_tokens_total|cached_tokens_total|generation_tokens_total|max_total_num_tokens)"
+    rb"(?:\{.*\})? +([-+.\w]+)",
+    re.MULTILINE,
+)
+
+
+# ---- what goes over the wire
+
+
+class _Sampling(msgspec.Struct, frozen=True, gc=False):
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    stop: tuple[str, ...] | UnsetType
+    stop_token_ids: tuple[int, ...] | UnsetType
+    skip_special_tokens: bool = False
+    # What the server's own defaults could else change behind our back.
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+class _Generate(msgspec.Struct, frozen=True, gc=False):
+    rid: str
+    input_ids: list[int]
+    sampling_params: _Sampling
+    extra_key: str | UnsetType
+    """Separates prefix-cache entries, as vLLM's cache_salt does."""
+    return_logprob: bool = True
+    logprob_start_len: int = -1
+    """Of the prompt none."""
+    stream: bool = False
+
+
+class _Finish(msgspec.Struct, frozen=True, gc=False):
+    type: str
+    matched: str | int | None = None
+    message: str | None = None
+    status_code: int | None = None
+
+
+class _Meta(msgspec.Struct, frozen=True, gc=False):
+    finish_reason: _Finish | None = None
+    output_token_logprobs: list[tuple[float | None, int, Any]] | None = None
+    cached_tokens: int | None = 0
+    weight_version: str | None = None
+    weight_versions: list[Span] | None = None
+
+
+class _Reply(msgspec.Struct, frozen=True, gc=False):
+    meta_info: _Meta
+    output_ids: list[int] | None = None
+
+
+_encoder, _decoder = msgspec.json.Encoder(), msgspec.json.Decoder(_Reply)
+
+
+class SglangDialect:
+    """How SGLang says things."""
+
+    route = ROUTE
+    no_abort = "SGLang 0.4 or later"
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def encode(self, request: GenerateRequest, wire_id: str) -> bytes:
+        s = request.sampling
+        sampling = _Sampling(
+            s.max_tokens, s.temperature, s.top_p, s.top_k, s.stop or UNSET, s.stop_token_ids or UNSET
+        )
+        return _encoder.encode(
+            _Generate(wire_id, request.token_ids.tolist(), sampling, request.cache_salt or UNSET)
+        )
+
+    def decode(self, body: bytes, known: Version) -> GenerateReply:
+        try:
+            reply = _decoder.decode(body)
+        except msgspec.DecodeError as error:  # also what NaN and Infinity raise: they are not JSON
+            raise EngineError(
+                f"the engine's reply cannot be read: {error} (it begins {excerpt(body)!r})"
+            ) from None
+        meta = reply.meta_info
+        finish = _FINISHES.get(meta.finish_reason.type) if meta.finish_reason else None
+        if finish is None or meta.finish_reason is None:
+            raise EngineError(
+                f"the engine's reply ended with finish_reason {meta.finish_reason}, not stop, length or abort"
+            )
+        if finish == "abort" and (meta.finish_reason.status_code or 200) >= 400:
+            raise EngineError(
+                f"the engine gave the request up ({meta.finish_reason.status_code}): {meta.finish_reason.message}"
+            )
+        entries = meta.output_token_logprobs
+        if entries is None:
+            if reply.output_ids:
+                raise EngineError(
+                    f"the engine returned {len(reply.output_ids)} token ids and no logprobs: it must honour "
+                    "`return_logprob` (does a gateway in front of it drop that?)"
+                )
+            if reply.output_ids is None and finish != "abort":
+                raise EngineError("the engine did not return token ids: it must be SGLang's own /generate")
+            entries = []
+        ids = [token for _, token, _ in entries]
+        if reply.output_ids and reply.output_ids != ids:
+            raise EngineError(
+                f"the engine's {len(reply.output_ids)} output_ids are not the {len(ids)} ids of its logprobs"
+            )
+        id_array, logprobs = checked(ids, [logprob for logprob, _, _ in entries])
+        if not meta.weight_versions and meta.weight_version is not None:
+            # The one label it gives is that at the end; what it held at the start may be older.
+            known = min(known, version_of(meta.weight_version))
+        return GenerateReply(
+            token_ids=id_array,
+            logprobs=logprobs,
+            finish=finish,
+            versions=version_runs(meta.weight_versions, len(ids), known),
+            cached_tokens=meta.cached_tokens or 0,
+            stop_reason=meta.finish_reason.matched,
+        )
+
+    def abort_call(self, wire_id: str) -> tuple[str, bytes]:
+        return "/abort_request", _encoder.encode({"rid": wire_id, "abort_all": False})
+
+    def read_load(self, page: bytes) -> EngineLoad:
+        found = _metrics(page)
+
+        def total(name: str) -> int:
+            return int(sum(found.get(name, ())))
+
+        if "num_running_reqs" not in found or "token_usage" not in found:
+            missing = "num_running_reqs" if "token_usage" in found else "token_usage"
+            raise EngineError(f"its /metrics page has no sglang:{missing}: start it with --enable-metrics")
+        # The counter, where there is one: the gauge of nearly the same name counts the last batch only.
+        retracted = "num_retracted_requests_total"
+        return EngineLoad(
+            running=total("num_running_reqs"),
+            waiting=total("num_queue_reqs"),
+            kv_usage=min(1.0, max(0.0, max(found["token_usage"]))),
+            preemptions=total(retracted if retracted in found else "num_retracted_reqs"),
+            prefix_queries=total("prompt_tokens_total"),
+            prefix_hits=total("cached_tokens_total"),
+            generated_tokens=total("generation_tokens_total"),
+        )
+
+    async def load_weights(self, version: Version, path: str) -> None:
+        link = self._link
+        try:
+            # Of requests in flight, those of a version without modes return as aborted and are continued.
+            await link.demand("POST", "/pause_generation", {"mode": "retract"})
+            label = label_of(version)
+            answer = await link.call(
+                "POST",
+                "/update_weights_from_disk",
+                {"model_path": path, "weight_version": label, "flush_cache": True},
+                within_s=link.limits.load_weights_s,
+            )
+            _succeeded(link, path, answer)
+            held = await read_version(link)
+            if held not in (None, version):
+                raise EngineError(f"{link.name}: was given v{version} from {path}, but says it holds v{held}")
+        except BaseException:
+            # Also when cancelled: a server left paused serves nobody, for ever.
+            try:
+                await self._resume()
+            except EngineError as error:
+                log.error("%s; it may still be paused", error)
+            raise
+        await self._resume()
+
+    async def _resume(self) -> None:
+        await self._link.demand("POST", "/continue_generation", {})
+
+
+class _Said(msgspec.Struct, frozen=True, gc=False):
+    success: bool = True
+    message: str = ""
+
+
+def _succeeded(link: Link, path: str, answer: Answer) -> None:
+    """SGLang says whether a load worked in the body; the status alone is not enough."""
+    what = f"{link.name}: /update_weights_from_disk from {path}"
+    if answer.status != 200:
+        raise EngineError(f"{what} answered {answer.status}: {error_text(answer.body)}")
+    try:
+        said = msgspec.json.decode(answer.body, type=_Said)
+    except msgspec.DecodeError:
+        raise EngineError(f"{what} answered {excerpt(answer.body)!r}") from None
+    if not said.success:
+        raise EngineError(f"{what} did not succeed: {said.message or 'without a word'}")
+
+
+def _metrics(page: bytes) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for name, text in _METRIC.findall(page):
+        try:
+            value = float(text)
+        except ValueError:
+            continue
+        if math.isfinite(value):
+            found.setdefault(name.decode(), []).append(value)
+    return found
+
+
+# ---- looking at a server
+
+
+class _Info(msgspec.Struct, frozen=True, gc=False):
+    weight_version: str | None = None
+    max_total_num_tokens: int | None = None
+    context_length: int | None = None
+
+
+async def read_version(link: Link) -> Version | None:
+    """The version the server says it holds; None when it does not say. EngineError for a foreign label."""
+    for route in ("/get_weight_version", "/model_info", "/get_model_info"):
+        info = await _info(link, route)
+        if info is not None and info.weight_version is not None:
+            try:
+                return version_of(info.weight_version)
+            except EngineError as error:
+                raise EngineError(f"{link.name}: {route}: {error}") from None
+    return None
+
+
+async def _info(link: Link, route: str) -> _Info | None:
+    answer = await link.call("GET", route)
+    if answer.status != 200:
+        return None
+    try:
+        return msgspec.json.decode(answer.body, type=_Info)
+    except msgspec.DecodeError:
+        return None
+
+
+async def probe(link: Link, served_name: str, *, start_s: float) -> ServerFacts:
+    """Wait up to `start_s` for the server, then look at it. EngineError when it does not come up."""
+    models = await models_when_up(link, start_s)
+    names = tuple(model.id for model in models)
+    problems: list[Problem] = []
+    if served_name not in names:
+        problems.append(
+            Problem(
+                f"{link.name}: serves no model {served_name!r} (it serves: {', '.join(names) or 'none'})",
+                f"set model.served_name to one of them, or start the server with --served-model-name {served_name}",
+            )
+        )
+    version: Version | None = None
+    try:
+        version = await read_version(link)
+    except EngineError as error:
+        problems.append(Problem(str(error), "restart the server with the run's initial weights"))
+    page = await metrics_page(link)
+    info = await _info(link, "/server_info") or await _info(link, "/get_server_info") or _Info()
+    capacity = _metrics(page).get("max_total_num_tokens") if page else None
+    dialect, processed = SglangDialect(link), None
+    # A GET of a route that is there is the wrong method for it, and does nothing.
+    can_pause = (await link.call("GET", "/pause_generation")).status not in (403, 404, 501)
+    try:
+        exact(link, dialect, await sample(link, dialect, SamplingParams(max_tokens=1), "route"))
+        processed = await is_processed(link, dialect)
+    except EngineError as error:
+        text = str(error)
+        problems.append(Problem(text if link.name in text else f"{link.name}: {text}"))
+    lengths = [model.max_model_len for model in models if model.id == served_name] or [None]
+    return ServerFacts(
+        route=ROUTE,
+        models=names,
+        max_model_len=lengths[0] or info.context_length,
+        kv_tokens=int(sum(capacity)) if capacity else info.max_total_num_tokens,
+        version=version,
+        processed_logprobs=processed,
+        has_metrics=page is not None,
+        can_pause=can_pause,
+        problems=tuple(problems),
+        remedies=_REMEDIES,
+    )
+
+
+async def connect(
+    url: str,
+    *,
+    id: EngineId,
+    served_name: str,
+    max_connections: int = 4096,
+    limits: Limits | None = None,
+    retry: Retry | None = None,
+    api_key: str | None = None,
+    start_s: float = 600.0,
+    check: WeightCheck | None = None,
+) -> HttpEngine:
+    """Wait until the server at `url` answers, look at what it can do, and return the engine.
+
+    EngineError when it does not answer within `start_s`, serves no model `served_name`, or does not return token ids.
+    """
+    link = Link(url, f"engine {id} ({url})", limits or Limits(), retry or Retry(), api_key)
+    try:
+        facts = await probe(link, served_name, start_s=start_s)
+        if facts.problems:
+            raise EngineError("; ".join(map(str, facts.problems)))
+    except BaseException:
+        await link.close()
+        raise
+    return HttpEngine(link, id, facts, SglangDialect(link), max_connections=max_connections, check=check)
