@@ -180,7 +180,8 @@ class FakeServer:
                 self.label = body["new_version"]
             case "/abort_requests":
                 for name in body["request_ids"]:
-                    if name.startswith("generate-tokens-") and (event := self.running.get(name[16:])):
+                    ours = name.removeprefix("generate-tokens-").removeprefix("cmpl-").removesuffix("-0")
+                    if ours != name and (event := self.running.get(ours)):
                         event.set()
             case _:
                 return web.json_response({"detail": "Not Found"}, status=404)
