@@ -214,7 +214,7 @@ class FakeServer:
         sampling = body.get("sampling_params", body)
         n = 2 if aborted else sampling["max_tokens"]
         ids = [100 + i for i in range(n)]
-        lp = -1.25 if self.raw_logprobs else -0.5 / sampling["temperature"]
+        lp = -1.25 if self.raw_logprobs else -0.5 / (sampling["temperature"] or 1.0)
         finish = "abort" if aborted else "length"
         choice: dict[str, Any] = {"index": 0, "token_ids": ids, "finish_reason": finish, "stop_reason": None}
         if path == GENERATE:

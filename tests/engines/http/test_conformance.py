@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -27,6 +28,8 @@ from paceline.engines.http import HttpEngine, Limits, connect
 from paceline.errors import EngineError
 from paceline.ports import GenerateRequest, SamplingParams
 from paceline.runtime.processes import ChildProcess
+from paceline.runtime.weight_check import ProbeCheck
+from paceline.transport.probes import read_probes
 
 
 def vllm_reply(ids: Any, logprobs: Any, finish: str = "length") -> dict[str, Any]:
@@ -281,6 +284,27 @@ async def test_a_load_that_fails_resumes_the_server_and_flips_nothing(kind: Kind
         with pytest.raises(EngineError, match=f"engine e0.*{kind.load}.*no such directory"):
             await engine.update_weights(1, "/weights/v1")
         assert (engine.version, fake.paused) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("token", "logprob", "agrees"), [(100, -0.45, True), (100, -1.5, False), (7, -0.5, False)]
+)
+async def test_a_server_that_took_weights_and_serves_others_is_found_out(
+    kind: Kind, tmp_path: Path, token: int, logprob: float, agrees: bool
+) -> None:
+    (tmp_path / "model.safetensors").touch()
+    probes = [{"token_ids": [5, 6, n], "next": [[token, logprob], [8, -2.0]]} for n in range(4)]
+    (tmp_path / "probe.json").write_text(json.dumps({"probes": probes}))
+    async with both(kind, check=ProbeCheck(0.15, read_probes)) as (fake, engine):
+        if agrees:
+            await engine.update_weights(1, str(tmp_path))
+        else:
+            with pytest.raises(
+                EngineError, match=r"engine e0 took v1 from .* and does not serve it: .*trainer"
+            ):
+                await engine.update_weights(1, str(tmp_path))
+        # The server says v1 either way.
+        assert (fake.label, fake.paused, engine.version) == ("v1", False, 1 if agrees else 0)
 
 
 async def test_a_wrong_model_name_is_refused_with_the_right_one(kind: Kind) -> None:
