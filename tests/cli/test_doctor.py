@@ -119,7 +119,9 @@ def test_a_run_that_can_start_is_told_so(
     assert code == 0, found
     assert {finding["level"] for finding in found} == {"ok"}
     assert main(["doctor", str(file)]) == 0
-    assert capsys.readouterr().out.rstrip().endswith("this run can start")
+    told = capsys.readouterr().out.rstrip()
+    assert told.endswith("this run can start")
+    assert told.count(str(model)) == 1
 
 
 def test_s77_everything_that_does_not_fit_is_told_at_once_with_both_sides(
@@ -219,6 +221,52 @@ def test_a_port_that_is_taken_and_a_directory_that_is_none_are_named(
     errors = " ".join(finding["facts"] for finding in found if finding["level"] == "error")
     assert f"127.0.0.1:{port}" in errors
     assert "no directory" in errors
+
+
+def test_a_metrics_endpoint_for_all_the_world_needs_a_token(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = config(tmp_path, model, '[metrics.prometheus]\nhost = "0.0.0.0"\nport = 0\n')
+    monkeypatch.delenv("PACELINE_METRICS_TOKEN", raising=False)
+    _, found = doctor(file, capsys=capsys)
+    assert "PACELINE_METRICS_TOKEN" in found[0]["facts"]
+    monkeypatch.setenv("PACELINE_METRICS_TOKEN", "secret")
+    _, found = doctor(file, capsys=capsys)
+    assert [finding for finding in found if "endpoint" in finding["what"]] == []
+
+
+ODD = """
+from paceline.envs import ListTasks, SingleTurnEnv
+
+class Odd(SingleTurnEnv):
+    closed = 0
+
+    def __init__(self, path: str = "") -> None:
+        if path:
+            open(path)
+
+    def tasks(self, split):
+        return ListTasks([object()] if split == "train" else [1])
+
+    async def close(self):
+        Odd.closed += 1
+"""
+
+
+def test_environments_are_tried_as_the_run_makes_them_and_closed_again(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "odd_env.py").write_text(ODD)
+    monkeypatch.syspath_prepend(tmp_path)
+    _, found = doctor(config(tmp_path, model, env='id = "odd_env:Odd"'), capsys=capsys)
+    told = " ".join(finding["facts"] for finding in found if finding["level"] == "error")
+    assert "not JSON-like" in told
+    assert "give ListTasks a fingerprint" in told
+    env = 'id = "odd_env:Odd"\nargs = { path = "/no/such/file" }'
+    _, found = doctor(config(tmp_path, model, env=env), capsys=capsys)
+    told = " ".join(finding["facts"] for finding in found if finding["level"] == "error")
+    assert "its constructor raised FileNotFoundError" in told
+    assert sys.modules["odd_env"].Odd.closed == 1
 
 
 def test_the_text_puts_what_is_wrong_first_and_the_remedy_below(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import socket
 import threading
 import time
 import urllib.error
@@ -21,9 +22,9 @@ from paceline.errors import ConfigError
 from paceline.observe.monitor import Monitor
 from paceline.observe.rows import Row
 from paceline.observe.run import RunFolds
-from paceline.observe.sinks import open_sinks
+from paceline.observe.sinks import is_loopback, open_sinks
 from paceline.observe.sinks.jsonl import JsonlSink
-from paceline.observe.sinks.prometheus import PrometheusSink, is_loopback, series_of
+from paceline.observe.sinks.prometheus import PrometheusSink, series_of
 from paceline.observe.sinks.pump import SinkPump
 
 NOTHING = SimpleNamespace(prometheus=None, wandb=None, tensorboard=None)
@@ -196,6 +197,26 @@ def test_prometheus_beyond_loopback_needs_a_token() -> None:
     sink.write(row())
     assert "paceline_step" in scrape(url, "secret")
     sink.close()
+
+
+def test_prometheus_listens_on_ipv6_as_well() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6 loopback")
+    sink = PrometheusSink("::1", 0)
+    sink.write(row())
+    assert "paceline_step" in scrape(sink.url)
+    sink.close()
+
+
+def test_a_free_port_is_told(tmp_path: Path) -> None:
+    said: list[str] = []
+    chosen = SimpleNamespace(host="127.0.0.1", port=0)
+    choice = SimpleNamespace(prometheus=chosen, wandb=None, tensorboard=None)
+    _, endpoint = open_sinks(tmp_path, choice, say=said.append)
+    assert said == [f"metrics at {endpoint.url}"]  # type: ignore[attr-defined]
+    endpoint.close()
 
 
 def test_a_taken_port_is_a_config_error() -> None:

@@ -41,8 +41,8 @@ from paceline.domain.commands import FinishRun
 from paceline.domain.ids import EnvName
 from paceline.domain.task import Split
 from paceline.envs.protocol import Environment
-from paceline.envs.registry import make_environment
-from paceline.errors import ConfigError, PacelineError, TrainerError
+from paceline.envs.registry import make_environment, tasks_of
+from paceline.errors import PacelineError, TrainerError
 from paceline.journal.writer import FileJournal
 from paceline.ports import Engine
 from paceline.runtime.checkpoints import Checkpoints
@@ -117,9 +117,7 @@ class Environments:
         self, split: Split, section: EnvSection | EvalSection, config: RunConfig, bridge: Bridge
     ) -> Environment:
         environment = make_environment(section.id, section.args)
-        source = environment.tasks(split)
-        if source.size == 0:
-            raise ConfigError(f"{split} env {section.label!r} has no tasks: look at its args")
+        source = tasks_of(environment, split, section.label)
         self.runtimes[split, section.label] = EnvRuntime(
             environment=environment,
             source=source,
@@ -131,8 +129,10 @@ class Environments:
         return environment
 
     async def close(self) -> None:
-        for runtime in self.runtimes.values():
-            await runtime.environment.close()
+        """All of them, though one may refuse."""
+        async with contextlib.AsyncExitStack() as stack:
+            for runtime in self.runtimes.values():
+                stack.push_async_callback(runtime.environment.close)
 
 
 def algorithm_of(name: str, args: Mapping[str, Any]) -> Algorithm:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -21,6 +22,7 @@ from paceline.config import (
     SglangEngine,
     VllmEngine,
 )
+from paceline.domain.task import Split
 from paceline.errors import ConfigError, PacelineError
 from paceline.runtime.doctor import Check, Finding, examine
 
@@ -105,7 +107,8 @@ def _model(config: RunConfig) -> list[Finding]:
             f"{directory} has no *.safetensors: save the model with save_pretrained(safe_serialization=True)"
         )
     size = sum(file.stat().st_size for file in weights)
-    return [Finding("ok", f"model {config.model.name}", f"{directory}, {size / 1e6:.1f} MB of weights")]
+    named = "" if str(directory) == config.model.name else f" ({config.model.name})"
+    return [Finding("ok", "model", f"{directory}{named}, {size / 1e6:.1f} MB of weights")]
 
 
 def _template(config: RunConfig) -> list[Finding]:
@@ -247,17 +250,15 @@ def _is_installed(package: str) -> bool:
 
 def _env_check(config: RunConfig, section: EnvSection | EvalSection) -> Callable[[], list[Finding]]:
     def check() -> list[Finding]:
-        from paceline.envs.registry import make_environment
+        from paceline.envs.registry import make_environment, tasks_of
 
-        split, table = ("train", "env") if isinstance(section, EnvSection) else ("eval", "eval")
+        split: Split = "train" if isinstance(section, EnvSection) else "eval"
+        table = "env" if split == "train" else "eval"
         environment = make_environment(section.id, section.args)
         try:
-            tasks = environment.tasks(split)  # type: ignore[arg-type]
-        except NotImplementedError as error:
-            raise ConfigError(f"{table} {section.label!r} has no tasks for {split!r}: {error}") from error
-        size: int | None = tasks.size
-        if size == 0:
-            raise ConfigError(f"{table} {section.label!r} has no {split} tasks: look at its args")
+            size = tasks_of(environment, split, section.label).size
+        finally:
+            asyncio.run(environment.close())  # the run makes its own
         found = []
         if isinstance(section, EvalSection) and size is not None and section.examples > size:
             found.append(
@@ -362,8 +363,19 @@ def _disk_needed(config: RunConfig) -> int:
 
 def _ports(config: RunConfig) -> list[Finding]:
     section = config.metrics.prometheus
-    if section is None or section.port == 0:
+    if section is None:
         return []
+    from paceline.observe.sinks import TOKEN_VARIABLE, is_loopback
+
+    if not is_loopback(section.host) and not os.environ.get(TOKEN_VARIABLE):
+        return [
+            Finding(
+                "error",
+                "the metrics endpoint would be open to other machines",
+                f"metrics.prometheus.host is {section.host!r}, and {TOKEN_VARIABLE} is not set",
+                f"set {TOKEN_VARIABLE} to a token that scrapers bring, or listen on 127.0.0.1",
+            )
+        ]
     family = socket.AF_INET6 if ":" in section.host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -378,7 +390,8 @@ def _ports(config: RunConfig) -> list[Finding]:
                     "choose another metrics.prometheus.port, or 0 for a free one",
                 )
             ]
-    return [Finding("ok", "ports", f"{section.host}:{section.port} is free")]
+    told = f"{section.host}:{section.port} is free" if section.port else f"any free one of {section.host}"
+    return [Finding("ok", "ports", told)]
 
 
 # ---- servers

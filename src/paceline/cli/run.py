@@ -166,7 +166,13 @@ def execute(
     with StatusFile(run_dir, run_id=run_id, steps=config.run.max_steps) as status:
         earlier = _earlier_lives(run_dir, folds)
         pump = SinkPump(
-            open_sinks(run_dir, config.metrics, run_name=run_dir.name, config=config.model_dump(mode="json"))
+            open_sinks(
+                run_dir,
+                config.metrics,
+                run_name=run_dir.name,
+                config=config.model_dump(mode="json"),
+                say=_say,
+            )
         )
         assembly = Assembly(
             config,

@@ -101,6 +101,8 @@ def existing_run_dir(config: RunConfig, given: str) -> Path:
         run_dir = Path(given).expanduser().absolute()
         if not run_dir.is_dir():
             raise ConfigError(f"--resume: there is no run directory {run_dir}")
+        if read_status(run_dir) is None:  # before a lock file is put there
+            raise ConfigError(f"--resume: {run_dir} is no run directory: it has no status.json")
         return run_dir
     return latest_run_dir(config)
 

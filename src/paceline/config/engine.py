@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from paceline.config.base import Section
 
@@ -37,6 +38,20 @@ class EmbeddedEngine(Section):
     """Seconds without any engine before the run ends; one that died is started again meanwhile."""
 
 
+def _without_password(address: str) -> str:
+    """An address ends up in configs, journals, logs and error messages: nothing secret may be in it."""
+    try:
+        parts = urlsplit(address)
+    except ValueError:
+        return address  # whoever connects says what is wrong with it
+    if parts.username is not None or parts.password is not None:
+        raise ValueError(
+            f"the address of {parts.hostname} holds a user or a password: put the server's token into an environment "
+            "variable and name that in api_key_env"
+        )
+    return address
+
+
 class _Servers(Section):
     """What servers that run already have in common."""
 
@@ -55,6 +70,11 @@ class _Servers(Section):
     above which it is not believed to hold them; 0 does not ask."""
     lost_s: float = Field(default=600.0, gt=0)
     """Seconds without any server before the run ends; one that answers again meanwhile is used again."""
+
+    @field_validator("urls")
+    @classmethod
+    def _hold_no_secret(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(_without_password, urls))
 
 
 class VllmEngine(_Servers):
@@ -88,6 +108,11 @@ class ChatSection(Section):
     """Calls at the same time."""
     request_s: float = Field(default=120.0, gt=0)
     """Seconds one call may take."""
+
+    @field_validator("url")
+    @classmethod
+    def _holds_no_secret(cls, url: str) -> str:
+        return _without_password(url)
 
 
 EngineSection = Annotated[EmbeddedEngine | VllmEngine | SglangEngine, Field(discriminator="type")]

@@ -208,7 +208,7 @@ class ListTasks:
     """Tasks that are all there."""
 
     def __init__(self, tasks: Sequence[Any], fingerprint: str | None = None) -> None:
-        """Without `fingerprint`, it is a hash over the tasks, which must then be JSON-like."""
+        """Without `fingerprint`, it is a hash over the tasks, which must then be JSON-like (TypeError otherwise)."""
         self._tasks = tasks
         self._fingerprint = fingerprint
 
@@ -338,23 +338,23 @@ class MultiTurnEnv(Environment, Generic[State]):
 
     async def rollout(self, task: Task, model: Model, ctx: Context) -> Result:
         state, says = await _called(self.blocking, ctx, self.start, task.data, ctx)
-        episode = ctx.state = _Episode(state)
+        progress = ctx.state = _Progress(state)
         reply = await model.chat(*_opening(self.system_prompt, says))
         while True:
-            seen = await _called(self.blocking, ctx, self.step, episode.state, reply.text)
-            episode.take(seen)
+            seen = await _called(self.blocking, ctx, self.step, progress.state, reply.text)
+            progress.take(seen)
             if seen.done:
-                return episode.result()
-            await self.between(episode.state, ctx)
+                return progress.result()
+            await self.between(progress.state, ctx)
             reply = await model.chat(seen.says)
 
     async def on_truncated(self, task: Task, model: Model, ctx: Context, limit: Limit) -> Result | None:
         """The rewards of the steps that were taken; unscored if none was."""
-        episode = ctx.state
-        return episode.result() if isinstance(episode, _Episode) and episode.steps else None
+        progress = ctx.state
+        return progress.result() if isinstance(progress, _Progress) and progress.steps else None
 
 
-class _Episode:
+class _Progress:
     """How far a multi-turn rollout has come."""
 
     __slots__ = ("metrics", "reward", "state", "steps")

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from paceline.config.words import nearest
-from paceline.envs.protocol import Environment
+from paceline.domain.task import Split
+from paceline.envs.protocol import Environment, TaskSource
 from paceline.errors import ConfigError
 
 BUILT_IN: Final[Mapping[str, str]] = {
@@ -56,6 +57,32 @@ def make_environment(env_id: str, args: Mapping[str, Any]) -> Environment:
         return made(**args)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"environment {env_id!r} refuses its args: {error}") from error
+    except Exception as error:  # whatever a user's constructor does: open files, ask a service
+        raise ConfigError(
+            f"environment {env_id!r} cannot be made: its constructor raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def tasks_of(environment: Environment, split: Split, label: str) -> TaskSource:
+    """The tasks of a split. ConfigError when there are none, or a resumed run could not know them again."""
+    try:
+        source = environment.tasks(split)
+    except NotImplementedError as error:
+        raise ConfigError(f"env {label!r} has no {split} tasks: {error}") from error
+    except Exception as error:  # whatever a user's code does
+        raise ConfigError(
+            f"env {label!r}: tasks({split!r}) raised {type(error).__name__}: {error}"
+        ) from error
+    if source.size == 0:
+        raise ConfigError(f"env {label!r} has no {split} tasks: look at its args")
+    try:
+        _ = source.fingerprint
+    except TypeError as error:
+        raise ConfigError(
+            f"env {label!r}: its {split} tasks cannot be told from others, for they are not JSON-like ({error}): "
+            "make them of texts, numbers, lists, dicts or msgspec structs, or give ListTasks a fingerprint"
+        ) from error
+    return source
 
 
 def _module(env_id: str, name: str) -> Any:

@@ -404,23 +404,21 @@ def probe_append_only(tokenizer: ChatTokenizer) -> AppendOnly:
     broken = [] if base else ["plain turns"]
     broken += [word for bit, word in _WORDS.items() if base and bridge._first_break(bit)]
     if not broken:
-        text = "is append-only: every later turn extends the ids so far, and a rollout makes one sample"
+        summary = "append-only: every later turn extends the ids so far, and a rollout makes one sample"
     elif base:
-        text = (
-            f"is append-only, but not with {' or '.join(broken)}: such turns are rendered in full each time "
+        summary = (
+            f"append-only, but not with {' or '.join(broken)}: such turns are rendered in full each time "
             "(slower), and where the rendering rewrites what was said before, the rollout goes on in a new "
             "sample with its whole prompt (more prefill, more samples; nothing is lost)"
         )
     else:
-        text = (
-            "is not append-only: each turn is rendered in full, and where that rewrites what was said before, "
+        summary = (
+            "not append-only: each turn is rendered in full, and where that rewrites what was said before, "
             "the rollout goes on in a new sample with its whole prompt (up to one sample a turn, and as much "
             "more prefill; nothing is lost). A template that keeps history as it was avoids this: set "
             "model.chat_template"
         )
-    return AppendOnly(
-        holds=base, breaks=tuple(broken), summary=f"the chat template of {tokenizer.name} {text}"
-    )
+    return AppendOnly(holds=base, breaks=tuple(broken), summary=summary)
 
 
 class _Cache:

@@ -5,15 +5,14 @@ A sink may raise, hang, or meet a full disk; the run does not notice: see `pump`
 
 from __future__ import annotations
 
-import logging
+import ipaddress
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from paceline.errors import ConfigError
 from paceline.observe.sinks.pump import Sink, SinkPump
-
-_log = logging.getLogger("paceline.observe")
 
 TOKEN_VARIABLE = "PACELINE_METRICS_TOKEN"
 """Environment variable with the bearer token of a scrape endpoint that is not on loopback."""
@@ -49,10 +48,25 @@ class SinkChoice(Protocol):
     def tensorboard(self) -> _Tensorboard | None: ...
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`. Of names, only `localhost` is known without asking the network."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def open_sinks(
-    run_dir: Path, choice: SinkChoice, *, run_name: str = "", config: dict[str, Any] | None = None
+    run_dir: Path,
+    choice: SinkChoice,
+    *,
+    run_name: str = "",
+    config: dict[str, Any] | None = None,
+    say: Callable[[str], None] = lambda _text: None,
 ) -> list[Sink]:
-    """The sinks a config asks for; `metrics.jsonl` always.
+    """The sinks a config asks for; `metrics.jsonl` always. `say` is told where the scrape endpoint listens.
 
     Raises ConfigError when a package is missing, or when an endpoint would listen beyond loopback without a token:
     before the run starts, nothing is let slide.
@@ -66,7 +80,7 @@ def open_sinks(
 
             token = os.environ.get(TOKEN_VARIABLE)
             endpoint = PrometheusSink(choice.prometheus.host, choice.prometheus.port, token=token)
-            _log.info("metrics at %s", endpoint.url)
+            say(f"metrics at {endpoint.url}")
             sinks.append(endpoint)
         if choice.wandb is not None:
             from paceline.observe.sinks.wandb import WandbSink
@@ -91,4 +105,4 @@ def open_sinks(
     return sinks
 
 
-__all__ = ["TOKEN_VARIABLE", "Sink", "SinkChoice", "SinkPump", "open_sinks"]
+__all__ = ["TOKEN_VARIABLE", "Sink", "SinkChoice", "SinkPump", "is_loopback", "open_sinks"]

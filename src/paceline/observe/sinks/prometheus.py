@@ -7,9 +7,9 @@ Names: `paceline_train_<metric>{env}`, `paceline_eval_<metric>{env}`, `paceline_
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import math
 import re
+import socket
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -21,6 +21,7 @@ from prometheus_client.exposition import make_wsgi_app
 from paceline.errors import ConfigError
 from paceline.observe.metrics import metric_of
 from paceline.observe.rows import Row
+from paceline.observe.sinks import TOKEN_VARIABLE, is_loopback
 
 _LABELLED = {"train": "env", "eval": "env", "engine": "engine"}
 
@@ -37,18 +38,20 @@ class PrometheusSink:
         if not is_loopback(host) and not token:
             raise ConfigError(
                 f"metrics.prometheus.host {host!r} is reachable from other machines, but there is no token: set "
-                "PACELINE_METRICS_TOKEN, or listen on 127.0.0.1"
+                f"{TOKEN_VARIABLE}, or listen on 127.0.0.1"
             )
         self._registry = CollectorRegistry()
         self._gauges: dict[str, Gauge] = {}
         app = make_wsgi_app(self._registry)
         try:
-            self._server = make_server(host, port, _guard(app, token), _Server, _Quiet)
+            kind = _Server6 if ":" in host else _Server
+            self._server = make_server(host, port, _guard(app, token), kind, _Quiet)
         except OSError as error:
             raise ConfigError(
                 f"metrics.prometheus cannot listen on {host}:{port}: {error}; choose another port, or 0"
             ) from error
-        self.url = f"http://{host}:{self._server.server_port}/metrics"
+        name = f"[{host}]" if ":" in host else host
+        self.url = f"http://{name}:{self._server.server_port}/metrics"
         threading.Thread(target=self._server.serve_forever, name="paceline-prometheus", daemon=True).start()
 
     def write(self, row: Row) -> None:
@@ -93,15 +96,6 @@ def _scope_and_rest(path: str, head: str) -> tuple[str, str]:
     return "/".join(parts[1:cut]), "/".join(parts[cut:])
 
 
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
@@ -118,14 +112,16 @@ def _guard(app: Any, token: str | None) -> Wsgi:
 
 
 class _Server(WSGIServer):
-    daemon_threads = True
-
     def server_bind(self) -> None:
         # The standard one asks DNS for the machine's name, which may take seconds where there is none.
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
 
 
 class _Quiet(WSGIRequestHandler):
