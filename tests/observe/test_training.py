@@ -164,6 +164,16 @@ def test_staleness_counts_from_the_oldest_token_of_each_rollout() -> None:
     assert (values["staleness/mean"], values["staleness/max"]) == (1.0, 2.0)
 
 
+def test_a_turn_that_took_several_requests_is_one_turn() -> None:
+    told = Told()
+    (rollout,) = told.start(0)
+    for tokens in (4, 0, 6):  # parked, aborted before it began, finished
+        told.call(rollout, tokens)
+    told.end(rollout, 10)
+    told.process([told.verdict(rollout)])
+    assert told.ship(1, [rollout]).values["train/a/turns"] == 1
+
+
 def test_time_in_model_gate_and_environment_adds_up_to_the_rollout() -> None:
     told = Told()
     (one,) = told.start(0)

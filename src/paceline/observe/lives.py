@@ -314,7 +314,8 @@ def _copy_record(life: Life, rollout: Rollout) -> int:
     life.model_s = rollout.model_s
     life.gate_s = rollout.gate_s
     life.env_s = rollout.env_s
-    life.turns = max(life.turns, len(rollout.turns))
+    # Until now its requests were counted: a turn that was parked, or went on elsewhere, took several.
+    life.turns = len(rollout.turns) or life.turns
     tokens = 0
     oldest = newest = None
     for turn in rollout.turns:

@@ -85,7 +85,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval/<env>/length", "tokens", "Mean sampled tokens of a rollout."),
     Metric("eval/<env>/newest_version", "steps", "The newest version that sampled in the epoch."),
     Metric("eval/<env>/<ending>", "share", "Rollouts of the epoch that ended so."),
-    Metric("monitor/dropped", "rows", "Rows that this sink lost so far, because it was slow or broken."),
+    Metric("monitor/dropped", "rows", "Rows that sinks lost so far, because one was slow or broken."),
 )  # fmt: skip
 
 

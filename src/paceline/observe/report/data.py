@@ -67,8 +67,16 @@ def report_data(folds: RunFolds, extras: Extras) -> dict[str, Any]:
 
 
 def latest(rows: Sequence[Row]) -> list[Row]:
-    """One row a step, in order of steps: after a resumption, the steps it repeats replace those before."""
-    by_step = {row.step: row for row in rows}
+    """One row a step, in order of steps: after a resumption, the steps it repeats replace those before.
+
+    A step that was trained again and not cut again, from a batch that was on disk, keeps what its cut told.
+    """
+    by_step: dict[int, Row] = {}
+    for row in rows:
+        before = by_step.get(row.step)
+        if before is not None and "batch/rollouts" not in row.values:
+            row = msgspec.structs.replace(row, values=before.values | row.values)
+        by_step[row.step] = row
     return [by_step[step] for step in sorted(by_step)]
 
 
