@@ -19,9 +19,10 @@ import pytest
 from observe.browser import Tab
 from observe.worlds import EnvShape, Shape, World
 from paceline.cli import export, report
+from paceline.cli.main import main
 from paceline.domain.events import RolloutEnded
 from paceline.domain.rollout import Message
-from paceline.errors import ConfigError, WireError
+from paceline.errors import ConfigError, PacelineError, WireError
 from paceline.journal import FileJournal
 from paceline.observe.report import Extras, embedded_json, render
 from paceline.observe.report.data import MAX_POINTS, in_flight, latest, report_data
@@ -114,6 +115,13 @@ def test_steps_that_a_resumption_repeats_replace_those_before() -> None:
         for i, (s, n) in enumerate([(0, 1), (0, 2), (1, 2), (1, 3)])
     ]
     assert [(row.segment, row.step) for row in latest(rows)] == [(0, 1), (1, 2), (1, 3)]
+
+
+def test_a_step_that_is_trained_again_from_disk_keeps_what_its_cut_told() -> None:
+    cut = Row(kind="step", at=1.0, segment=0, step=3, values={"batch/rollouts": 8, "train/all/reward": 0.5})
+    again = Row(kind="step", at=2.0, segment=1, step=3, values={"trainer/loss": 0.1})
+    assert [row.values for row in latest([cut, again])] == [cut.values | again.values]
+    assert latest([again, cut]) == [cut]
 
 
 def test_the_timeline_has_the_last_steps_and_every_moment_of_their_rollouts() -> None:
@@ -231,6 +239,24 @@ async def test_rollouts_of_one_row_of_a_trace_do_not_overlap(run_dir: Path, tmp_
         assert event["ts"] >= ends.get(event["tid"], 0) - 1  # microseconds are rounded
         ends[event["tid"]] = event["ts"] + event["dur"]
     assert len(ends) <= 32
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [(report, ("-o", "no/r.html")), (export, ("--trace", "no/t.json")), (export, ("--metrics", "no/m.csv"))],
+)
+async def test_a_place_that_cannot_be_written_is_named_with_the_remedy(
+    run_dir: Path, tmp_path: Path, module: object, words: tuple[str, str]
+) -> None:
+    place = tmp_path / words[1]
+    with pytest.raises(PacelineError, match=rf"{re.escape(str(place))}.*No such file.*name another"):
+        command(module, str(run_dir), words[0], str(place))
+
+
+@pytest.mark.parametrize("words", ["report RUN --timeline-steps -3", "export RUN --trace t --steps 0"])
+def test_fewer_than_one_step_is_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    assert "is no whole number of at least 1" in capsys.readouterr().err
 
 
 async def test_exporting_nothing_is_refused(run_dir: Path) -> None:

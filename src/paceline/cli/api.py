@@ -75,6 +75,10 @@ def _loaded(config: RunConfig | File | Sequence[File], overrides: Mapping[str, A
 
 def _flags(key: str, value: Any) -> Iterator[str]:
     """Overrides as the command line gives them: one reading, one set of errors for both."""
+    from paceline.config import RunConfig
+    from paceline.config.dump import plain
+    from paceline.config.flags import takes_anything
+    from paceline.config.shape import Shape
     from paceline.config.toml import toml_value
 
     if isinstance(value, Mapping):
@@ -83,6 +87,11 @@ def _flags(key: str, value: Any) -> Iterator[str]:
         return
     if value is None:
         text = "None"
+    elif takes_anything(RunConfig, key):
+        # As a file would have it: a flag's bare text is read as whatever it looks like, "5" as the number.
+        text = toml_value(plain(value, Shape(opaque=True)))
+    elif isinstance(value, str | PathLike):
+        text = str(value)
     else:
-        text = str(value) if isinstance(value, str | PathLike) else toml_value(value)
+        text = toml_value(value)
     yield f"--{key}={text}"

@@ -6,8 +6,9 @@ import argparse
 import csv
 from pathlib import Path
 
+from paceline.cli.options import positive
 from paceline.cli.report import fold
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PacelineError
 from paceline.observe.rows import Row
 from paceline.observe.run import RunFolds
 from paceline.observe.trace import write_trace
@@ -23,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--metrics", type=Path, metavar="FILE", help="every row of metrics as CSV")
     parser.add_argument(
-        "--steps", type=int, metavar="N", help="only the last N steps in the trace; all when left out"
+        "--steps", type=positive, metavar="N", help="only the last N steps in the trace; all when left out"
     )
 
 
@@ -31,13 +32,20 @@ def run(args: argparse.Namespace) -> int:
     if args.trace is None and args.metrics is None:
         raise ConfigError("nothing to export: give --trace FILE, --metrics FILE, or both")
     folds = fold(args.run, timeline_steps=args.steps)
+    try:
+        _write(args, folds)
+    except OSError as error:
+        raise PacelineError(f"cannot write {error.filename}: {error.strerror}; name another file") from error
+    return 0
+
+
+def _write(args: argparse.Namespace, folds: RunFolds) -> None:
     if args.trace is not None:
         count = write_trace(folds.spans, args.trace)
         print(f"{args.trace}: {count} trace events")
     if args.metrics is not None:
         count = write_csv(folds, args.metrics)
         print(f"{args.metrics}: {count} rows")
-    return 0
 
 
 def write_csv(folds: RunFolds, path: Path) -> int:

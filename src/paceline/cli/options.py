@@ -35,6 +35,17 @@ def add_config_argument(parser: argparse.ArgumentParser) -> None:
     parser.usage = f"{parser.prog} [options] CONFIG... [--section.key VALUE]..."
 
 
+def positive(text: str) -> int:
+    """An argument that counts something, at least one of it."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return number
+
+
 def load_config(args: argparse.Namespace) -> Loaded[RunConfig]:
     """The config that the command line names. ConfigError with everything that is wrong with it."""
     from paceline.config import RunConfig

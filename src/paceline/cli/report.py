@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import __version__
+from paceline.cli.options import positive
 from paceline.errors import PacelineError
 from paceline.journal import read_journal, read_rollouts
 from paceline.observe.report import Extras, render
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--timeline-steps",
-        type=int,
+        type=positive,
         default=4,
         metavar="N",
         help="steps that the timeline shows, the last ones (default: %(default)s)",
@@ -42,7 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     folds = fold(args.run, timeline_steps=args.timeline_steps)
-    print(write_report(args.run, folds, args.output))
+    try:
+        print(write_report(args.run, folds, args.output))
+    except OSError as error:
+        where = args.output or args.run / REPORT
+        raise PacelineError(
+            f"the report cannot be written to {where}: {error.strerror}; name another place with -o"
+        ) from error
     if args.summary == "json":
         print(json.dumps(summary(folds) | {"run_dir": str(args.run)}))
     return 0

@@ -53,6 +53,14 @@ def apply_flags(document: Document, model: type[BaseModel], tokens: Sequence[str
     return problems
 
 
+def takes_anything(model: type[BaseModel], key: str) -> bool:
+    """Whether a place leaves the type open, so that a flag's text is read as TOML there: `args` of an environment."""
+    try:
+        return _resolve(tuple(key.split(".")), Document(), Shape(sections=(model,)), strict=False)[1].opaque
+    except _BadFlag:
+        return False
+
+
 def all_paths(
     model: type[BaseModel], above: Path = (), seen: frozenset[type[BaseModel]] = frozenset()
 ) -> Iterator[Path]:
