@@ -13,6 +13,8 @@ from paceline.errors import ConfigError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     EngineOptions.add_arguments(parser)
     process.add_arguments(parser)
+    # By itself it outlives the shell that started it, as a server does; a run's engine ends with the run.
+    parser.set_defaults(exit_with_parent=False)
 
 
 def run(args: argparse.Namespace) -> int:
