@@ -56,12 +56,16 @@ class Server:
         os.killpg(self.pid, signal.SIGKILL)
 
 
-@contextmanager
-def serving(log: Path, *options: str) -> Iterator[Server]:
-    """A server of the small policy until the end of the block; it also dies with this process, however that ends."""
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def serving(log: Path, *options: str, port: int | None = None) -> Iterator[Server]:
+    """A server of the small policy until the end of the block; it also dies with this process, however that ends."""
+    port = port or free_port()
     argv = [VLLM, str(ROOT / "tools" / "vllm_serve.py"), str(POLICY), "--port", str(port), *options]
     with log.open("wb") as out:
         process = subprocess.Popen(
