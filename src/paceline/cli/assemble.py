@@ -31,7 +31,7 @@ from paceline.config import (
     ReferenceTrainer,
     RunConfig,
 )
-from paceline.core.admission import AdaptiveCap, Admission, FixedCap
+from paceline.core.admission import AdaptiveCap, Admission, Bounds, FixedCap, PredictiveCap
 from paceline.core.advantages import Algorithm, build, builtin
 from paceline.core.processing import GroupRules
 from paceline.core.scheduler import Core
@@ -149,13 +149,14 @@ def admission_of(config: RunConfig, scores_groups: Mapping[EnvName, bool]) -> Ad
     if isinstance(section, FixedAdmission):
         return FixedCap(section.cap)
     whole = [env.group_size for env in config.env if scores_groups[env.label]]
-    return AdaptiveCap(
+    bounds = Bounds(
         floor=max([section.min_inflight, *whole]),
         most=section.max_inflight,
         initial=section.initial_inflight,
         longest=config.batch.seq_len,
         group=max(env.group_size for env in config.env),
     )
+    return AdaptiveCap(bounds) if section.type == "adaptive" else PredictiveCap(bounds, risk=section.risk)
 
 
 class Assembly:

@@ -96,9 +96,9 @@ class PredictiveAdmission(_GuidedAdmission):
 
     type: Literal["predictive"]
     """Which admission controller."""
-    risk: float = Field(default=3.0, ge=0)
-    """Standard deviations of the contexts' sum that the choice allows for; past the cliff an engine does not come back
-    by itself, and below 1 it falls off now and then."""
+    risk: float = Field(default=1.0, ge=0)
+    """Standard deviations of the contexts' sum that the choice allows for, besides what the forecast watches; more is
+    safer and leaves more of the KV cache empty."""
 
 
 AdmissionSection = Annotated[

@@ -20,8 +20,10 @@ class Flight:
         "context",
         "continues",
         "engine",
+        "first",
         "granted_at",
         "id",
+        "known",
         "marks",
         "oldest",
         "parked",
@@ -50,6 +52,10 @@ class Flight:
         self.cancelled: CancelCause | None = None
         self.context = 0
         """Tokens of its conversation, as far as is known: its place in the engine's working set."""
+        self.first = 0
+        """Context of its first turn."""
+        self.known = 0
+        """Context when its last call ended."""
         self.turns = 0
         """Turns begun; segments of one turn count once."""
         self.wants = 0
@@ -58,13 +64,13 @@ class Flight:
         """Whether its next call goes on with a turn that was cut, and is not a new one."""
         self.at_gate = False
         """Whether it has asked for a call and waits for the grant."""
+        self.marks: tuple[float, float, float, int] = (0.0, 0.0, 0.0, 0)
+        """A controller's: its engine's sums when the call began, and what it expected of the call."""
         self.parked = False
         """Whether it was taken off its engine: it waits at the gate until there is room."""
         self.granted_at = 0.0
         self.waits_since = started
         """When it began to do something else than call an engine: its start, or its last call's end."""
-        self.marks: tuple[float, float, float] = (0.0, 0.0, 0.0)
-        """A controller's: how far its engine's sums were when the call began."""
 
     def __lt__(self, other: Flight) -> bool:
         """Oldest first: by start, ties by id."""

@@ -83,6 +83,8 @@ class Turns:
         flight.wants = event.max_tokens
         if flight.cancelled is None:
             flight.at_gate = True
+            if not flight.turns:
+                flight.first = flight.context
             if self._learner is not None:
                 self._learner.turn_asked(engine, flight, self._out.now)
             flight.turns += not flight.continues
@@ -109,6 +111,7 @@ class Turns:
                 self._flights.sampled_since(flight, oldest)
             flight.sampled += tokens
             flight.context += tokens
+            flight.known = flight.context
             if not flight.parked:
                 engine.working_tokens += tokens
             self._account.sampled(flight.account, tokens)
@@ -245,7 +248,7 @@ class Turns:
 
     def resume_parked(self, engine: EngineState) -> None:
         """Let parked rollouts go on while the cap has room; they come before new ones."""
-        while engine.parked and engine.out is None and engine.active < self._admission.cap(engine.id):
+        while engine.parked and engine.out is None and self._admission.room(engine.id, engine.active) > 0:
             flight = engine.oldest_parked()
             if flight is None:
                 return
@@ -253,6 +256,8 @@ class Turns:
             flight.parked = False
             engine.parked -= 1
             engine.working_tokens += flight.context
+            if self._learner is not None:
+                self._learner.started(engine, flight, self._out.now)
             self._out.say(
                 do.ResumeRollout(flight.id, f"{engine.active} of {self._admission.cap(engine.id)} run")
             )

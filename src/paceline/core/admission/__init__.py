@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from paceline.core.admission.adaptive import AdaptiveCap
-from paceline.core.admission.base import Admission, Controller, Holdings
+from paceline.core.admission.base import Admission, Bounds, Controller, Holdings
 from paceline.core.admission.fixed import FixedCap
+from paceline.core.admission.predictive import PredictiveCap
 
-__all__ = ["AdaptiveCap", "Admission", "Controller", "FixedCap", "Holdings"]
+__all__ = ["AdaptiveCap", "Admission", "Bounds", "Controller", "FixedCap", "Holdings", "PredictiveCap"]

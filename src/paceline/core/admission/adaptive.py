@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any, Final, Literal
 
-from paceline.core.admission.base import Burst, Controller, Counter, Holdings
+from paceline.core.admission.base import Bounds, Burst, Controller, Counter, Holdings
 from paceline.core.admission.outside import OutsideView
 from paceline.core.flights import Flight
 from paceline.domain.ids import EngineId
@@ -45,7 +45,7 @@ class EngineCap:
     """The state of one engine's controller."""
 
     __slots__ = (
-        "_most",
+        "_bounds",
         "_poll_at",
         "_preempted",
         "_preemptions",
@@ -55,7 +55,6 @@ class EngineCap:
         "cooldown",
         "draining",
         "escalated",
-        "floor",
         "grace",
         "growth_until",
         "limit",
@@ -69,16 +68,15 @@ class EngineCap:
         "waited",
     )
 
-    def __init__(self, floor: int, most: int, start: float | None, group: int) -> None:
-        self.floor = floor
-        self._most = most
+    def __init__(self, bounds: Bounds, start: float | None) -> None:
+        self._bounds = bounds
         self.bootstrapped = start is not None
         self.limit = 0.0
-        self.set(floor if start is None else start)
+        self.set(1.0 if start is None else start)
         self.reason = (
             "the least, until the engine says how much it holds" if start is None else "where it began"
         )
-        self.burst = Burst(group)
+        self.burst = Burst(bounds.group)
         self.capacity: int | None = None
         self.turnover = 0.0
         """Completions over rollouts in flight, added up: 1 when about everything has been replaced once."""
@@ -98,15 +96,15 @@ class EngineCap:
         self._poll_at = float("-inf")
 
     def set(self, limit: float) -> None:
-        self.limit = min(float(self._most), max(float(self.floor), limit))
+        self.limit = self._bounds.clamp(limit)
 
     @property
     def cap(self) -> int:
         return max(1, int(self.limit + 1e-9))
 
-    def bootstrap(self, info: EngineInfo, longest: int | None) -> None:
+    def bootstrap(self, info: EngineInfo) -> None:
         """As many rollouts as fit at their longest."""
-        length = info.max_model_len or longest
+        length = info.max_model_len or self._bounds.longest
         if self.bootstrapped or info.kv_tokens is None or length is None:
             return
         self.bootstrapped = True
@@ -194,34 +192,22 @@ class EngineCap:
 class AdaptiveCap(Controller):
     """The published rules, one state for each engine."""
 
-    def __init__(
-        self,
-        *,
-        floor: int = 1,
-        most: int = 1024,
-        initial: int | None = None,
-        longest: int | None = None,
-        group: int = 8,
-    ) -> None:
-        """`floor`, `most`: bounds of each engine's cap; `initial`: where it begins, instead of capacity over longest
-        context; `longest`: tokens of the longest context, for engines that do not say theirs; `group`: rollouts that
-        may always start at once."""
-        self._floor, self._most, self._initial = floor, max(floor, most), initial
-        self._longest, self._group = longest, group
+    def __init__(self, bounds: Bounds | None = None) -> None:
+        self._bounds = bounds or Bounds()
         self._engines: dict[EngineId, EngineCap] = {}
         self._saved: dict[str, float] = {}
 
     def __getitem__(self, engine: EngineId) -> EngineCap:
         state = self._engines.get(engine)
         if state is None:
-            start = self._saved.get(engine, self._initial)
-            state = self._engines[engine] = EngineCap(self._floor, self._most, start, self._group)
+            start = self._saved.get(engine, self._bounds.initial)
+            state = self._engines[engine] = EngineCap(self._bounds, start)
         return state
 
     def joined(self, info: EngineInfo) -> None:
         state = self[info.id]
         state.capacity = info.kv_tokens
-        state.bootstrap(info, self._longest)
+        state.bootstrap(info)
 
     def observe(self, engine: Holdings, load: EngineLoad | None, now: float) -> None:
         state = self[engine.id]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import msgspec
+
 from paceline.core.flights import Flight
 from paceline.domain.ids import EngineId, RolloutId
 from paceline.domain.load import EngineInfo, EngineLoad
@@ -64,7 +66,7 @@ class Admission(Protocol):
     # ── what it is told, when it learns; each after the core has counted it ──
 
     def started(self, engine: Holdings, flight: Flight, now: float) -> None:
-        """A rollout was placed on it."""
+        """A rollout was placed on it, or a parked one goes on."""
         ...
 
     def turn_asked(self, engine: Holdings, flight: Flight, now: float) -> None:
@@ -171,6 +173,24 @@ class Controller:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Nothing to go on from."""
+
+
+class Bounds(msgspec.Struct, frozen=True):
+    """What a controller may choose from, for each engine."""
+
+    floor: int = 1
+    """Rollouts it may always hold."""
+    most: int = 1024
+    """Rollouts it may hold at most; not below the floor."""
+    initial: int | None = None
+    """Rollouts it may hold at first, instead of capacity over longest context."""
+    longest: int | None = None
+    """Tokens of the longest context, where the engine does not say its own."""
+    group: int = 8
+    """Rollouts that may always start at once: a group."""
+
+    def clamp(self, cap: float) -> float:
+        return max(float(self.floor), min(float(self.most), cap))
 
 
 class Burst:
