@@ -90,8 +90,11 @@ def one_of_each() -> list[tuple[e.Event, tuple[c.Command, ...]]]:
     return [
         (e.RunOpened("run-1", 1), ()),
         (e.EngineJoined(EngineInfo("e0", 1000, None), 0), (start, c.WakeAt(4.5, "rate limit"))),
-        (e.LoadReported("e0", EngineLoad(1, 2, 0.5, 0)), ()),
-        (e.LoadReported("e0", None), ()),
+        (
+            e.LoadReported("e0", EngineLoad(1, 2, 0.95, 0)),
+            (c.NoteCap("e0", 12, "preemptions"), c.ParkRollout(ids[0], "over the cap")),
+        ),
+        (e.LoadReported("e0", None), (c.ResumeRollout(ids[0], "11 of 12 run"),)),
         (e.TurnRequested(ids[0], 5, 7), (c.GrantTurn(ids[0], "e0", 0),)),
         (e.SegmentEnded(ids[0], "e0", ((0, 7),), "stop", 2, 0.5), ()),
         *((e.RolloutEnded(r), ()) for r in members[:3]),
@@ -108,7 +111,7 @@ def one_of_each() -> list[tuple[e.Event, tuple[c.Command, ...]]]:
         (e.CheckpointSaved(1, 0.1), ()),
         (e.PolicyPublished(1, "weights/v000001"), (c.UpdateWeights("e0", 1, "weights/v000001", "new"),)),
         (e.WeightsLoaded("e0", 1, 0.2), (c.ReportEval("arithmetic", 1, 1, 4, 4, 0.5, {1: 0.5, 2: 0.75}),)),
-        (e.EngineLost("e0", "gone"), ()),
+        (e.EngineLost("e0", "gone"), (c.ReviveEngine("e0", "gone"),)),
         (e.TimerFired(), (c.NoteStale(ids[2], "dropped", 7, "v9 trains"),)),
         (e.ShutdownRequested("Ctrl-C"), (c.FinishRun("stopped", "Ctrl-C"),)),
     ]

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 import paceline
 from journal.records import one_of_each, rollout
-from paceline.domain.commands import Command
+from paceline.domain.commands import Command, FinishRun
 from paceline.domain.events import Event, RolloutEnded, TimerFired
 from paceline.domain.group import GroupResult, Verdict
 from paceline.domain.ids import RolloutId
@@ -519,6 +519,17 @@ async def test_closing_on_a_full_disk_says_how_many_records_are_lost(
         await kept.close()
 
 
+async def test_flush_returns_at_once_where_only_the_store_kept_the_last_moment(tmp_path: Path) -> None:
+    await write(tmp_path, 2)
+    kept = journal(tmp_path)
+    kept.append(0.0, RolloutEnded(rollout(1)), ())
+    await kept.close()
+    (tmp_path / "journal/000002.log").unlink()  # killed between store and log
+    kept = journal(tmp_path)
+    await asyncio.wait_for(kept.flush(), 20)
+    await kept.close()
+
+
 # --- following -----------------------------------------------------------------------------------------------
 
 
@@ -537,6 +548,15 @@ async def test_a_follower_sees_records_as_they_become_durable_and_ends_with_the_
     await kept.close()
     await asyncio.wait_for(following, 20)
     assert [record.seq for record in got] == list(range(len(sent)))
+
+
+async def test_a_follower_of_a_resumed_run_goes_on_into_its_next_life(tmp_path: Path) -> None:
+    for status in ("stopped", "done"):
+        kept = journal(tmp_path)
+        kept.append(0.0, TimerFired(), ())
+        kept.append(1.0, TimerFired(), (FinishRun(status, ""),))
+        await kept.close()
+    assert [r.seq for r in read_journal(tmp_path, follow=True)] == [0, 1, 2, 3]
 
 
 def test_a_directory_without_a_journal_is_named(tmp_path: Path) -> None:

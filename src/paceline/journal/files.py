@@ -88,7 +88,7 @@ def read_frames(
                     f"{path} follows record {reader.header.follows - 1}, but the files before it end with record "
                     f"{following - 1}: restore what is missing from a copy"
                 )
-            for frame in _frames(reader, partial(_has_later, run_dir, kind, number), follow, stop):
+            for frame in _frames(reader, partial(has_later, run_dir, kind, path), follow, stop):
                 yield path, frame
                 following = max(following, frame.last_seq + 1)
             if reader.torn:
@@ -96,8 +96,9 @@ def read_frames(
         at = number
 
 
-def _has_later(run_dir: Path, kind: FileKind, number: int) -> bool:
-    return file_numbers(run_dir, kind)[-1] > number
+def has_later(run_dir: Path, kind: FileKind, path: Path) -> bool:
+    """Whether a file was begun after this one."""
+    return file_numbers(run_dir, kind)[-1] > int(path.stem)
 
 
 def _frames(

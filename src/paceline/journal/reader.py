@@ -12,7 +12,7 @@ from paceline.domain.events import Event
 from paceline.domain.ids import RolloutId
 from paceline.domain.rollout import Rollout
 from paceline.errors import WireError
-from paceline.journal.files import FOLDERS, file_numbers, read_frames
+from paceline.journal.files import FOLDERS, file_numbers, has_later, read_frames
 from paceline.journal.frames import RECORDS, ROLLOUTS
 from paceline.journal.lines import Restorer
 from paceline.journal.packing import Unpacker
@@ -58,7 +58,9 @@ def read_journal(
             event = restorer.event(line.event)
             commands = tuple([restorer.command(command) for command in line.commands])
             yield Record(line.seq, line.at, event, commands)
-            if follow and any(isinstance(command, FinishRun) for command in commands):
+            is_last = any(isinstance(command, FinishRun) for command in commands)
+            # A run that was resumed goes on in the next file.
+            if follow and is_last and not has_later(root, "log", path):
                 return
 
 

@@ -80,7 +80,7 @@ class FileJournal:
             raise
         # Rollouts of a commit whose records were lost have numbers that must not be given again.
         self._seq = max(log_seq, store_seq)
-        self._durable = log_seq
+        self._durable = self._seq
         self._log = _Files(root, "log", run_id, log_bytes, log_seq)
         self._store = _Files(root, "rollouts", run_id, segment_bytes, store_seq)
         self._fsync_s = fsync_s
@@ -197,7 +197,10 @@ class FileJournal:
         self._log.flush()
 
     def _answer(self, error: OSError | None) -> None:
-        while self._waiting and (error is not None or self._waiting[0][0] <= self._durable):
+        # Only those who wait by now: what failed is not the failure of a flush that is asked for meanwhile.
+        for _ in range(len(self._waiting)):
+            if error is None and self._waiting[0][0] > self._durable:
+                return
             _, loop, done = self._waiting.popleft()
             with contextlib.suppress(RuntimeError):  # the loop is gone, and whoever waited on it too
                 loop.call_soon_threadsafe(_resolve, done, error)
