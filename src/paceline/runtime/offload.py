@@ -13,6 +13,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+def is_cancelled() -> bool:
+    """Whether someone is cancelling the task that runs: else a `CancelledError` in it is an error like any other."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 class Offload(Protocol):
     """Runs a blocking or long function without holding up the loop."""
 

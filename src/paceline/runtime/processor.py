@@ -15,11 +15,13 @@ from paceline.domain.events import GroupProcessed
 from paceline.domain.group import ClosedGroup
 from paceline.domain.ids import EnvName
 from paceline.ports import Services
-from paceline.runtime.offload import Offload, Slices
+from paceline.runtime.offload import Offload, Slices, is_cancelled
 
 SERVICE_CALLS = 64
 """Requests of all algorithms under way at once."""
 
+SERVICE_S = 600.0
+"""Seconds that one request may take: a judge that never answers would keep its group's places in batches for ever."""
 
 SMALL_TOKENS = 16_384
 """Tokens up to which a group is processed on the loop, in slices: about 0.2 ms of work, where the hop to a thread and
@@ -69,9 +71,29 @@ class GroupProcessor:
                     f"the algorithm asks for service {request.service!r}, but none is configured"
                 )
             async with self._calls:
-                return await self._services.call(request.service, request.payload)
+                try:
+                    async with asyncio.timeout(SERVICE_S) as limit:
+                        return await self._services.call(request.service, request.payload)
+                except TimeoutError:
+                    if not limit.expired():
+                        raise
+                    raise TimeoutError(
+                        f"service {request.service!r} gave no answer within {SERVICE_S:g} s"
+                    ) from None
+                except asyncio.CancelledError as error:
+                    if is_cancelled():
+                        raise
+                    # A task that ends so is forgotten without a word, and its group would never be answered.
+                    raise RuntimeError(
+                        f"service {request.service!r} raised CancelledError by itself"
+                    ) from error
 
-        return tuple(await asyncio.gather(*map(one, requests)))
+        try:
+            async with asyncio.TaskGroup() as calls:
+                tasks = [calls.create_task(one(request)) for request in requests]
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None  # the others were cancelled: their answers are of no use
+        return tuple([task.result() for task in tasks])
 
 
 def _is_small(group: ClosedGroup) -> bool:

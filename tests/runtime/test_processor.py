@@ -1,0 +1,116 @@
+"""Closed groups that need the outside: every one is answered, whatever a service does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.core.advantages import Advantages, Algorithm, GroupView, ServiceRequest
+from paceline.core.processing import GroupRules
+from paceline.domain.events import GroupProcessed
+from paceline.domain.group import ClosedGroup
+from paceline.domain.ids import RolloutId
+from paceline.domain.rollout import COMPLETED, Rollout, Turn
+from paceline.domain.task import TaskRef
+from paceline.runtime.offload import Inline
+from paceline.runtime.processor import SERVICE_S, EnvProcessing, GroupProcessor
+from paceline.testing import run_virtual
+
+TASK = TaskRef("env", "train", 0)
+
+
+class Judge(Algorithm):
+    """Asks for three opinions on a group of two."""
+
+    name = "judge"
+
+    def requests(self, view: GroupView) -> Sequence[ServiceRequest]:
+        return [ServiceRequest("judge", number) for number in range(3)]
+
+    def advantages(self, view: GroupView, replies: Sequence[Any]) -> Advantages:
+        return Advantages(np.array([replies[0], -replies[2]], np.float64))
+
+
+class Judges:
+    """The first request is answered by `first`, the second at once, the third with `patience`."""
+
+    def __init__(self, first: Callable[[], Awaitable[Any]], patience: float = 5000.0) -> None:
+        self.waiting: set[int] = set()
+        self._first = first
+        self._patience = patience
+
+    async def call(self, service: str, request: Any) -> Any:
+        self.waiting.add(request)
+        try:
+            if request == 0:
+                return await self._first()
+            await asyncio.sleep(self._patience * (request - 1))
+            return request
+        finally:
+            self.waiting.remove(request)
+
+
+def group() -> ClosedGroup:
+    ids, logprobs = np.array([1, 2], np.int32), np.array([-0.5, -0.5], np.float32)
+    turn = Turn(ids, ids, logprobs, ((0, 2),), False, "stop")
+    members = [
+        Rollout(id=RolloutId(0, n), task=TASK, outcome=COMPLETED, turns=(turn,), reward=1.0) for n in (0, 1)
+    ]
+    return ClosedGroup(0, TASK, 2, tuple(members))
+
+
+def processed(judges: Judges) -> tuple[GroupProcessed, float]:
+    """The answer, and the second it came."""
+
+    async def main() -> tuple[GroupProcessed, float]:
+        how = EnvProcessing(GroupRules(env="env", seq_len=64), Judge())
+        answer = await GroupProcessor({"env": how}, Inline(), judges).process(group())
+        assert not judges.waiting, "requests that nobody waits for any more"
+        return answer, asyncio.get_running_loop().time()
+
+    return run_virtual(main())
+
+
+async def agrees() -> float:
+    return 1.0
+
+
+async def refuses() -> float:
+    await asyncio.sleep(1)
+    raise ValueError("no quota")
+
+
+async def cancels_itself() -> float:
+    raise asyncio.CancelledError
+
+
+async def never_answers() -> float:
+    return await asyncio.Event().wait()
+
+
+def test_replies_come_in_the_order_of_the_requests() -> None:
+    answer, at = processed(Judges(agrees, patience=7.0))
+    assert answer.error is None
+    assert [verdict.advantage for verdict in answer.result.verdicts] == [1.0, -2.0]
+    assert at == 7.0
+
+
+@pytest.mark.parametrize(
+    ("first", "told", "after"),
+    [
+        (refuses, "ValueError: no quota", 1.0),
+        (cancels_itself, "RuntimeError: service 'judge' raised CancelledError by itself", 0.0),
+        (never_answers, f"TimeoutError: service 'judge' gave no answer within {SERVICE_S:g} s", SERVICE_S),
+    ],
+)
+def test_a_service_that_fails_fails_its_group_and_ends_the_groups_other_requests(
+    first: Callable[[], Awaitable[Any]], told: str, after: float
+) -> None:
+    answer, at = processed(Judges(first))
+    assert answer.error == told
+    assert [verdict.fate for verdict in answer.result.verdicts] == ["failed", "failed"]
+    assert at == after
