@@ -104,6 +104,19 @@ async def test_a_death_by_signal_names_the_signal(tmp_path: Path) -> None:
         await child.wait_dead()
 
 
+async def test_the_number_of_a_group_that_is_gone_is_not_signalled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = await start(READY, tmp_path)
+    with pytest.raises(EngineError):
+        await child.wait_dead()
+    signalled: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda group, number: signalled.append(group))
+    child.kill()
+    await child.close()
+    assert not signalled, "it may be another program's by now"
+
+
 async def test_an_end_in_order_is_no_error(tmp_path: Path) -> None:
     child = await start(READY, tmp_path, may_finish=True)
     await child.wait_dead()

@@ -58,6 +58,8 @@ class ChildProcess:
         self._process, self._pipes, self._log = process, pipes, log
         self._error, self._may_finish = error, may_finish
         self._closing = False
+        self._is_gone = False
+        """Whether its group has been ended: the number may be another's from then on."""
         self._said: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._pump = asyncio.create_task(self._copy_output(), name=f"{name}: output")
         self._end = asyncio.create_task(self._await_end(), name=f"{name}: end")
@@ -201,12 +203,15 @@ class ChildProcess:
         await self._process.wait()
         # Nothing it started outlives it. The keeper is still in the group, so the number cannot be another's.
         self._signal(signal.SIGKILL)
+        self._is_gone = True
         await asyncio.wait((self._pump,), timeout=2.0)
         self._pump.cancel()
         self._pipes.close()
         self._log.close()
 
     def _signal(self, number: signal.Signals) -> None:
+        if self._is_gone:
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
 
