@@ -1,4 +1,4 @@
-"""The outside, as the runtime sees it: protocols of one to three methods.
+"""The outside, as the runtime sees it: small protocols.
 
 `runtime` calls them; `engines`, `envs`, `transport` and `journal` implement them; `paceline.testing` has a
 scripted one of each.

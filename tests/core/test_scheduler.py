@@ -10,10 +10,14 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from paceline.config import EvalSection
+from paceline.core.admission.base import Controller
 from paceline.core.processing import GroupRules
+from paceline.core.scheduler import Core
 from paceline.core.setup import CoreSetup
 from paceline.domain import commands as do
 from paceline.domain import events as on
+from paceline.domain.ids import EngineId
+from paceline.domain.load import EngineInfo, EngineLoad
 from paceline.domain.rollout import Outcome
 from paceline.errors import EngineError, InvariantError, NoProgressError, TrainerError
 from paceline.testing import Invariants, Plan, Script, World, alternating, chaos, setup_for, train_env
@@ -273,6 +277,43 @@ def test_what_a_lost_engine_was_loading_says_nothing_about_the_one_that_came_bac
     trace = world.run()
     assert trace.finish is not None
     assert trace.finish.status == "done"
+
+
+class ParksOnce(Controller):
+    """Room for four until it parks what it is told to."""
+
+    def __init__(self) -> None:
+        self.excess = 0
+
+    def cap(self, engine: EngineId) -> int:
+        return 4
+
+    def room(self, engine: EngineId, active: int) -> int:
+        return -1 if self.excess else 4 - active
+
+    def to_park(self, engine: EngineId, active: int) -> int:
+        return self.excess
+
+    def reason(self, engine: EngineId) -> str:
+        return "as told"
+
+
+def test_a_rollout_that_was_parked_while_there_was_no_engine_waits_to_be_resumed() -> None:
+    admission = ParksOnce()
+    core = Core(setup_for(), admission)
+    core.handle(on.RunOpened("run", 0), 0.0)
+    started = core.handle(on.EngineJoined(EngineInfo("e0", None, None), 0), 0.0)
+    waits = next(c.rollout for c in started if isinstance(c, do.StartRollout))
+    core.handle(on.EngineLost("e0", "gone"), 1.0)
+    core.handle(on.TurnRequested(waits, 5, 10), 2.0)
+    admission.excess = 4
+    core.handle(on.LoadReported("e0", EngineLoad(4, 0, 0.99, 3)), 3.0)
+    back = core.handle(on.EngineJoined(EngineInfo("e0", None, None), 0), 4.0)
+    assert not [c for c in back if isinstance(c, do.GrantTurn)]
+    admission.excess = 0
+    resumed = core.handle(on.LoadReported("e0", EngineLoad(0, 0, 0.0, 3)), 5.0)
+    assert [c.rollout for c in resumed if isinstance(c, do.ResumeRollout)][:1] == [waits]
+    assert [c.rollout for c in resumed if isinstance(c, do.GrantTurn)] == [waits]
 
 
 def test_two_limited_environments_never_make_a_storm_of_alarms() -> None:

@@ -7,6 +7,8 @@ was lost; so most tests here only have to say what the world does.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections import Counter
 
 import msgspec
 import pytest
@@ -19,7 +21,9 @@ from paceline.domain import events as on
 from paceline.domain.task import Task
 from paceline.envs import Context, Model, Result
 from paceline.errors import EngineError, InvariantError, NoProgressError, PacelineError, TrainerError
+from paceline.journal.lines import line_of
 from paceline.ports import GenerateRequest
+from paceline.runtime.driver import ComponentFailed
 from paceline.testing import (
     Controls,
     DriverRun,
@@ -124,12 +128,11 @@ def test_a_shutdown_at_any_moment_stops_everything_and_saves(seed: int) -> None:
 
 def test_a_seed_repeats_its_run() -> None:
     def told(run: DriverRun) -> bytes:
-        return msgspec.json.encode(
-            [
-                (at, type(event).__name__, [str(c) for c in commands])
-                for at, event, commands in run.journal.entries
-            ]
-        )
+        decisions = [
+            (at, type(event).__name__, [str(line_of(c)) for c in commands])
+            for at, event, commands in run.journal.entries
+        ]
+        return msgspec.msgpack.encode((decisions, run.checkpoints))
 
     assert told(wild(3)) == told(wild(3))
     assert told(wild(3)) != told(wild(4))
@@ -430,3 +433,81 @@ def test_a_run_that_does_not_end_is_a_timeout() -> None:
             trainer=lambda: ScriptedTrainer(train_s=lambda _step: 1e9),
             max_seconds=100.0,
         )
+
+
+def test_an_environment_that_leaves_a_task_behind_does_not_end_the_run() -> None:
+    left = []
+
+    async def leaves(task: Task, model: Model, ctx: Context) -> Result:
+        async def later() -> None:
+            await asyncio.sleep(0.5)
+            await model.chat("again")
+
+        left.append(asyncio.create_task(later()))
+        if ctx.rollout.group > 6:
+            await asyncio.sleep(1)  # the last ones of the run have ended when it ends
+        return await one_call(task, model, ctx)
+
+    run = run_driver(setup_for(seq_len=512, max_steps=2), {"env": ScriptedEnv(leaves)}, max_seconds=1000)
+    assert run.finish is not None
+    assert run.finish.status == "done"
+
+
+def test_a_stop_does_not_wait_for_weights_that_nobody_will_sample() -> None:
+    run = run_driver(
+        setup_for(seq_len=512),
+        {"env": ScriptedEnv()},
+        engines=[ScriptedEngine(load_s=lambda _version: 5000.0)],
+        during=lambda controls: controls.at(50.0, controls.shut_down),
+    )
+    assert run.finish == do.FinishRun("stopped", "Ctrl-C")
+    assert run.seconds < 60
+
+
+def test_the_event_that_the_core_refused_is_the_last_of_the_journal() -> None:
+    journal = MemoryJournal()
+    with pytest.raises(TrainerError, match="published v7"):
+        run_driver(
+            setup_for(seq_len=512),
+            {"env": ScriptedEnv()},
+            journal=journal,
+            during=lambda controls: controls.at(1.5, lambda: controls.post(on.PolicyPublished(7, "w"))),
+        )
+    _, event, commands = journal.entries[-1]
+    assert (event, commands) == (on.PolicyPublished(7, "w"), ())
+
+
+def test_a_part_that_cancels_itself_ends_the_run_by_its_name() -> None:
+    async def part() -> None:
+        await asyncio.sleep(2)
+        raise asyncio.CancelledError
+
+    with pytest.raises(ComponentFailed, match="the spare part failed: CancelledError"):
+        run_driver(
+            setup_for(seq_len=512),
+            {"env": ScriptedEnv()},
+            during=lambda controls: controls.beside("spare part", part),
+        )
+
+
+def test_an_environments_own_time_limits_are_no_failures_of_its_engine() -> None:
+    async def impatient(task: Task, model: Model, ctx: Context) -> Result:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await model.chat("think")
+        return await one_call(task, model, ctx)
+
+    tries: Counter[str] = Counter()
+
+    def slow_at_first(request: GenerateRequest) -> float:
+        tries[request.request_id] += 1
+        return 5.0 if tries[request.request_id] == 1 else 0.1
+
+    run = run_driver(
+        setup_for(seq_len=512),
+        {"env": ScriptedEnv(impatient)},
+        engines=[ScriptedEngine(seconds=slow_at_first)],
+    )
+    assert run.finish is not None
+    assert run.finish.status == "done"
+    assert not run.commands(do.ReviveEngine)

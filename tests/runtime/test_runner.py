@@ -1025,7 +1025,7 @@ def test_a_model_call_that_the_environment_gives_up_in_the_engine_can_be_made_ag
     rollout = world.run()
     assert (outcome(rollout), rollout.reward) == (("completed", None), 1.0)
     assert [m.content for m in rollout.messages] == ["hi again", "abc"]
-    assert [r.error for r in world.gate.reports] == ["cancelled while it ran", None]
+    assert [(r.error, r.given_up) for r in world.gate.reports] == [(None, True), (None, False)]
 
 
 def test_a_model_call_that_the_environment_gives_up_at_the_gate_is_its_last() -> None:
@@ -1075,3 +1075,44 @@ def test_a_call_that_the_environment_leaves_behind_is_stopped_before_the_record(
     assert rollout.ended == (7.5 if deaf else 2.5)
     assert rollout.sampled_tokens == (0 if deaf else 2)
     assert strays[0].cancelled()
+
+
+def test_a_task_that_the_environment_leaves_behind_calls_no_model_after_the_end() -> None:
+    strays = []
+
+    async def leaves(model: Model, ctx: Context) -> Result:
+        async def later() -> None:
+            await ctx.sleep(5)
+            await model.chat("again")
+
+        strays.append(asyncio.get_running_loop().create_task(later()))
+        reply = await model.chat("hi")
+        return Result(float(reply.text == "ok"))
+
+    world = World(leaves)
+
+    async def main() -> Rollout:
+        rollout = await world.start()
+        await asyncio.wait(strays)
+        return rollout
+
+    assert outcome(run_virtual(main())) == ("completed", None)
+    assert strays[0].cancelled()
+    assert (len(world.gate.requested), len(world.engine.requests)) == (1, 1)
+
+
+@pytest.mark.parametrize("hides", [False, True])
+def test_a_deadline_is_a_truncation_whatever_the_environment_makes_of_it(hides: bool) -> None:
+    async def sandboxed(model: Model, ctx: Context) -> Result:
+        await model.chat("hi")
+        try:
+            await ctx.sleep(1000)
+        except asyncio.CancelledError as error:
+            raise RuntimeError("the sandbox was closed") from (None if hides else error)
+        raise AssertionError
+
+    async def judged(model: Model, ctx: Context, limit: Any) -> Result:
+        return Result(0.25)
+
+    rollout = World(Calls(sandboxed, judged), limits=Limits(deadline_s=10)).run()
+    assert (outcome(rollout), rollout.reward) == (("truncated", "deadline"), 0.25)

@@ -117,14 +117,15 @@ class Turns:
             self._account.sampled(flight.account, tokens)
         # Cut by a budget of the request, not by the limit that was asked for: the rest of the turn is still to come.
         cut = event.finish == "length" and tokens < flight.wants
-        flight.continues = cut or (event.finish == "abort" and event.error is None)
+        flight.continues = cut or (event.finish == "abort" and event.error is None and not event.given_up)
         flight.waits_since = self._out.now
         if self._learner is not None:
             self._learner.segment_ended(
                 engine, flight, tokens, event.cached_tokens, event.seconds, event.error, self._out.now
             )
         if event.error is None:
-            engine.failed_calls = 0
+            if not event.given_up:
+                engine.failed_calls = 0
         elif flight.cancelled is None:
             self._count_failure(engine, event.error)
         if flight.cancelled is not None:
@@ -203,8 +204,8 @@ class Turns:
             self._grant(flight, engine)
 
     def _still_waits(self, flight: Flight) -> bool:
-        # One that reached its deadline at the gate has ended meanwhile.
-        return flight.cancelled is None and flight.id in self._flights
+        # One that reached its deadline at the gate has ended meanwhile; one that was parked waits to be resumed.
+        return flight.cancelled is None and not flight.parked and flight.id in self._flights
 
     def _move(self, flight: Flight) -> EngineState:
         """Place a flight whose engine is out on another one, over its cap if need be: it holds a permit already."""
@@ -301,7 +302,9 @@ class Turns:
         if self._fleet.is_empty:
             self._no_engine_since = self._out.now
             wait_s = self._setup.engine_wait_s
-            self._out.wake_at(self._out.now + wait_s, f"no engine is usable; the run waits {wait_s:g} s for one")
+            self._out.wake_at(
+                self._out.now + wait_s, f"no engine is usable; the run waits {wait_s:g} s for one"
+            )
 
     def house_the_homeless(self) -> None:
         if self._fleet.homeless and not self._fleet.is_empty:

@@ -27,7 +27,7 @@ from paceline.domain.ids import EngineId
 from paceline.errors import InvariantError, PacelineError
 from paceline.ports import BatchSink, Engine, Journal, PolicySource
 from paceline.runtime.inbox import Gates, Inbox
-from paceline.runtime.offload import Offload
+from paceline.runtime.offload import Offload, is_cancelled
 from paceline.runtime.processor import GroupProcessor
 from paceline.runtime.runner import RolloutRunner
 from paceline.runtime.watch import TrainerWatch
@@ -117,8 +117,8 @@ class Driver:
         self._ships: asyncio.Queue[do.ShipBatch] = asyncio.Queue()
         self._finish: asyncio.Future[do.FinishRun] = self._loop.create_future()
         self._failure: BaseException | None = None
-        self._beside: list[asyncio.Task[None]] = []
-        """Tasks that nobody waits for when the run has ended."""
+        self._beside: dict[asyncio.Task[None], None] = {}
+        """Tasks that nobody waits for when the run has ended; in order, so that runs repeat."""
         self._background: list[tuple[str, Callable[[], Coroutine[Any, Any, None]]]] = []
         self._tasks = asyncio.TaskGroup()
         self._trainer = TrainerWatch(step_limit_s, self.fail, trained=core.trained)
@@ -149,7 +149,6 @@ class Driver:
 
     async def run(self, opened: on.RunOpened, joined: Sequence[on.EngineJoined]) -> do.FinishRun:
         """Run to the end. Raises what ended the run when that was an error, the first of several."""
-        background = self._beside
         if self.core.cut > self.core.trained:  # batches of an earlier life that the trainer trains again
             self._trainer.shipped(self.core.cut)
         try:
@@ -159,13 +158,13 @@ class Driver:
                     ("policy watcher", self._watch_policy),
                     *self._background,
                 ):
-                    background.append(tasks.create_task(self._guarded(name, make), name=name))
+                    self._set_beside(tasks.create_task(self._guarded(name, make), name=name))
                 self._inbox.post(opened)
                 for event in joined:
                     self._inbox.post(event)
                 self._inbox.on_event(self._drain)
                 finish = await self._finish
-                for task in background:
+                for task in list(self._beside):
                     task.cancel()
         except BaseExceptionGroup as group:
             cause = self._failure or first_cause(group)
@@ -203,7 +202,11 @@ class Driver:
             while events:
                 event = events.popleft()
                 at = self.clock()
-                commands = core.handle(event, at)
+                try:
+                    commands = core.handle(event, at)
+                except Exception:
+                    self._journal.append(at, event, ())  # what ended the run is its last record
+                    raise
                 self._journal.append(at, event, commands)
                 for fold in self._folds:
                     fold.apply(at, event, commands)
@@ -250,13 +253,15 @@ class Driver:
                 error = str(failure)
             return on.WeightsLoaded(command.engine, command.version, self.clock() - began, error)
 
-        self._spawn("weight update", update)
+        # An engine may take minutes over it: the end of the run does not wait for weights that nobody will sample.
+        self._set_beside(self._spawn("weight update", update))
 
     def _revive_engine(self, command: do.ReviveEngine) -> None:
         if self._revive is not None:
             # It may try for ever: the end of the run does not wait for an engine that is gone.
-            reviver = self._spawn(f"reviver of {command.engine}", partial(self._revive, command.engine))
-            self._beside.append(reviver)
+            self._set_beside(
+                self._spawn(f"reviver of {command.engine}", partial(self._revive, command.engine))
+            )
 
     def _save_checkpoint(self, command: do.SaveCheckpoint) -> None:
         async def save() -> on.CheckpointSaved:
@@ -275,6 +280,10 @@ class Driver:
         if not self._finish.done():
             self._finish.set_result(command)
 
+    def _set_beside(self, task: asyncio.Task[None]) -> None:
+        self._beside[task] = None
+        task.add_done_callback(self._beside.pop)
+
     def _spawn(self, name: str, make: Callable[[], Coroutine[Any, Any, Event]]) -> asyncio.Task[None]:
         async def answer() -> None:
             self._inbox.post(await make())
@@ -285,10 +294,14 @@ class Driver:
         """Whatever fails in the background ends the run at once, by its name; the rest is then stopped."""
         try:
             await make()
+        except asyncio.CancelledError as error:
+            if is_cancelled():
+                raise
+            self._failed(name, error)  # an answer that never comes would be waited for until the end of time
         except Exception as error:
             self._failed(name, error)
 
-    def _failed(self, name: str, error: Exception) -> None:
+    def _failed(self, name: str, error: BaseException) -> None:
         if isinstance(error, PacelineError):
             error.add_note(f"in the {name}")
             self.fail(error)

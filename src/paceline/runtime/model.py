@@ -485,6 +485,12 @@ class ModelCalls:
             took = self._clock() - began
             self.model_s += took
             cancelled = not isinstance(error, Exception)
+            if cancelled and self.stop is None and self.limit is None:
+                # An environment's own time limit. Three of them in a row must not look like an engine that fails.
+                self._gate.report(
+                    SegmentEnded(self._rollout, grant.engine, (), "abort", 0, took, given_up=True)
+                )
+                raise
             text = "cancelled while it ran" if cancelled else _told(error, grant.engine)
             self._gate.report(SegmentEnded(self._rollout, grant.engine, (), "abort", 0, took, text))
             if cancelled or isinstance(error, EngineUnavailable):

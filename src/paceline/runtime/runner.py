@@ -108,7 +108,6 @@ class RolloutRunner:
         self._early.setdefault(rollout, cause)
         asyncio.get_running_loop().call_soon(self._early.pop, rollout, None)
 
-
     def park(self, rollout: RolloutId) -> None:
         """Take a rollout off its engine: a call under way comes back with the tokens it has, and asks the gate for the
         rest. One that makes no call now, or has ended, is left alone: the gate holds its next one."""
@@ -124,7 +123,6 @@ class _Run:
         "_abort",
         "_cancels",
         "_clock",
-        "_closing",
         "_command",
         "_ctx",
         "_loop",
@@ -163,7 +161,6 @@ class _Run:
         self._timer = self._loop.call_later(shared.limits.deadline_s, self._pass_deadline)
         self._abort: asyncio.Task[None] | None = None
         self._cancels = 0  # of our own task, by us
-        self._closing = False  # the environment judges a truncated rollout
 
     async def to_its_end(self) -> Rollout:
         try:
@@ -176,6 +173,8 @@ class _Run:
             self._timer.cancel()
             if self._abort is not None:
                 self._abort.cancel()
+            # A task that the environment left behind may call the model later: nobody is there to ask for it.
+            self._model.stop = self._model.stop or "self"
         return self._record(outcome, result)
 
     def unstarted(self, cause: CancelCause) -> Rollout:
@@ -230,7 +229,6 @@ class _Run:
         model, limits = self._model, self._shared.limits
         assert model.limit is not None
         left = max(limits.score_s, self._ctx.deadline - self._clock())
-        self._closing = True
         self._timer.cancel()
         self._timer = self._loop.call_later(left, self._interrupt)
         try:
@@ -401,10 +399,16 @@ def _cause_of(error: BaseException) -> FailureCause:
 
 
 def _is_interruption(error: BaseException) -> bool:
-    """Whether an exception is what a limit raises in the environment, perhaps inside a group of its own tasks."""
-    if isinstance(error, BaseExceptionGroup):
-        return any(_is_interruption(leaf) for leaf in error.exceptions)
-    return isinstance(error, RolloutTruncated | asyncio.CancelledError)
+    """Whether an exception is what a limit raises in the environment, perhaps inside a group of its own tasks, or what
+    the environment made of that: a sandbox client that is interrupted raises an error of its own."""
+    chain: BaseException | None = error
+    while chain is not None:
+        if isinstance(chain, BaseExceptionGroup) and any(map(_is_interruption, chain.exceptions)):
+            return True
+        if isinstance(chain, RolloutTruncated | asyncio.CancelledError):
+            return True
+        chain = chain.__cause__ or chain.__context__
+    return False
 
 
 def _failed(cause: FailureCause, detail: str) -> Outcome:
