@@ -57,6 +57,14 @@ def test_s14_a_rollout_that_went_on_under_newer_weights_counts_from_its_oldest()
     assert [stale.staleness for stale in waiting.sweep(9, 2, {})] == [3]
 
 
+def test_a_batch_is_not_cut_from_a_list_that_holds_what_a_sweep_would_have_found() -> None:
+    waiting = filled(sample(version=5), sample(version=7))
+    with pytest.raises(InvariantError, match="step 9 takes v6 or newer, but the list holds v5"):
+        waiting.cut(9, bound=2)
+    waiting.sweep(9, 2, {"env": "train"})
+    assert members(waiting.cut(9, bound=2)) == [0, 1]
+
+
 def test_s15_what_grew_old_in_the_queue_is_dropped_before_readiness_is_judged() -> None:
     waiting = filled(*[sample(version=5)] * 2, *[sample(version=9)] * 2, rollouts=4)
     assert waiting.ready()

@@ -42,3 +42,22 @@ def test_a_batch_by_tokens_learns_how_many_rollouts_make_one(tokens: int, target
         pacing.taken += needed
         pacing.shipped(needed, needed * tokens)
     assert abs(pacing.per_batch - needed) <= 1 + needed // 8
+
+
+def test_what_was_learnt_of_the_size_of_a_rollout_survives_a_resumption() -> None:
+    pacing = Pacing(1, None, 10_000, 4_000)
+    pacing.shipped(25, 25 * 400)
+    resumed = Pacing(1, None, 10_000, 4_000)
+    assert resumed.per_batch == 3, "the guess"
+    resumed.restore(pacing.snapshot())
+    assert resumed.per_batch == pacing.per_batch == 25
+    pacing.shipped(20, 20 * 500)
+    resumed.shipped(20, 20 * 500)
+    assert resumed.per_batch == pacing.per_batch
+
+
+def test_batches_of_one_rollout_stay_batches_of_one_rollout() -> None:
+    pacing = Pacing(1, None, 10_000, 200)
+    for _ in range(10):
+        pacing.shipped(1, 10_000)
+        assert pacing.per_batch == 1

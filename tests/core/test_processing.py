@@ -245,6 +245,7 @@ def test_an_algorithm_that_asks_gets_its_answers_in_order() -> None:
         (Advantages(np.zeros(3)), "3 members"),
         (Advantages(np.zeros((2, 1))), "shape"),
         (Advantages(np.array([0.0, np.nan])), "nan"),
+        (Advantages(np.array([0.0, 1e39])), "no finite float32"),
         (Advantages(((np.zeros(3, np.float32),),)), "1 members"),
         (Advantages(((np.zeros(3, np.float32),), ())), "0 samples"),
         (Advantages(((np.zeros(3, np.float32),), (np.zeros(2, np.float32),))), "3 tokens"),

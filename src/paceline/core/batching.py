@@ -113,11 +113,16 @@ class BatchList:
             return len(self._live) >= self._target_rollouts
         return self._target_tokens is not None and self._tokens >= self._target_tokens
 
-    def cut(self, step: int, *, short: bool = False) -> Batch:
+    def cut(self, step: int, *, short: bool = False, bound: int | None = None) -> Batch:
         """Take the batch of `step` from the front; with `short`, whatever waits if that is less.
 
-        Cut by tokens, a batch ends with the rollout that reaches the target. InvariantError when nothing can be cut.
+        Cut by tokens, a batch ends with the rollout that reaches the target. InvariantError when nothing can be cut, or
+        when something waits that a sweep for this step and `bound` would have found.
         """
+        if bound is not None:
+            oldest, allowed = min(self._by_version, default=step), oldest_allowed(step, bound)
+            if oldest < allowed:
+                raise InvariantError(f"step {step} takes v{allowed} or newer, but the list holds v{oldest}")
         if not self.ready() and not (short and self._live):
             raise InvariantError(f"step {step}: {len(self)} rollouts ({self._tokens} tokens) are no batch")
         if self._target_rollouts is not None:

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 from paceline.core.staleness import lead
 from paceline.domain.ids import Version
 
@@ -21,8 +24,8 @@ class Pacing:
         self._lag = lag
         self._target_tokens = target_tokens
         self._per_batch = target_rollouts or max(1, -(-(target_tokens or 1) // tokens_guess))
-        self._seen_rollouts = 0
-        self._seen_tokens = 0
+        self._seen_rollouts = 0.0
+        self._seen_tokens = 0.0
         self.taken = 0
         """Rollouts that hold a place: promised by an open group, in flight, being processed, or listed."""
 
@@ -46,14 +49,27 @@ class Pacing:
         """Whether batch `step` may be cut: the engines must be at most `lag` steps behind what it trains."""
         return lead(step, held) <= self._lag
 
+    def snapshot(self) -> dict[str, Any]:
+        """What was learnt of the size of a rollout; places are counted anew."""
+        return {"rollouts": self._seen_rollouts, "tokens": self._seen_tokens}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a snapshot. Without, a resumed run would begin with the guess again, and so with places for
+        several times too many or too few."""
+        self._seen_rollouts, self._seen_tokens = state.get("rollouts", 0.0), state.get("tokens", 0.0)
+        self._learn()
+
     def shipped(self, rollouts: int, tokens: int) -> None:
         """A batch was cut: learn how many rollouts make one, when batches are cut by tokens."""
         self.taken -= rollouts
         if self._target_tokens is None or not tokens:
             return
-        self._seen_rollouts += rollouts
-        self._seen_tokens += tokens
-        self._per_batch = max(1, -(-self._target_tokens * self._seen_rollouts // self._seen_tokens))
-        # Half-life of about one batch, so that a drift in length is followed.
-        self._seen_rollouts = max(1, self._seen_rollouts // 2)
-        self._seen_tokens = max(1, self._seen_tokens // 2)
+        # Half-life of one batch, so that a drift in length is followed.
+        self._seen_rollouts = self._seen_rollouts / 2 + rollouts
+        self._seen_tokens = self._seen_tokens / 2 + tokens
+        self._learn()
+
+    def _learn(self) -> None:
+        if self._target_tokens is not None and self._seen_tokens:
+            rollouts = self._target_tokens * self._seen_rollouts / self._seen_tokens
+            self._per_batch = max(1, math.ceil(rollouts - 1e-9))

@@ -14,7 +14,11 @@ _PLAIN = ("task_index", "ending", "reward", "temperature", "cut_tokens")
 
 
 def to_plain(sample: Sample) -> dict[str, Any]:
-    """Everything but the rollout's id and its environment, which the caller keeps once for all its samples."""
+    """Everything but the rollout's id and its environment, which the caller keeps once for all its samples.
+
+    Arrays are views, not copies: they never change, and a batch list of millions of tokens is copied off the loop, when
+    it is encoded.
+    """
     advantage = sample.advantage
     return {
         **{name: getattr(sample, name) for name in _PLAIN},
@@ -44,11 +48,8 @@ def from_plain(rollout: RolloutId, env: EnvName, data: dict[str, Any]) -> Sample
 
 
 def _bytes(array: NDArray[Any]) -> list[Any]:
-    return [
-        array.dtype.newbyteorder("<").str,
-        list(array.shape),
-        array.astype(array.dtype.newbyteorder("<")).tobytes(),
-    ]
+    plain = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    return [plain.dtype.str, list(array.shape), plain.reshape(-1).view(np.uint8).data]
 
 
 def _array(data: list[Any]) -> NDArray[Any]:

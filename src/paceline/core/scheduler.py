@@ -328,7 +328,7 @@ class Core:
 
     def _cut(self, short: bool) -> None:
         step = self.cut + 1
-        batch = self.list.cut(step, short=short)
+        batch = self.list.cut(step, short=short, bound=self.setup.max_staleness)
         self.cut = step
         shipped: dict[RolloutId, EnvName] = {}
         for sample in batch.samples:
@@ -406,10 +406,12 @@ class Core:
         )
 
     def _finish_sources(self) -> None:
-        if self.setup.short_last and len(self.list) and self.pacing.may_cut(self.cut + 1, self.fleet.held):
-            self._cut(short=True)
-        elif self.setup.short_last and len(self.list):
-            return
+        if self.setup.short_last and len(self.list):
+            if not self.pacing.may_cut(self.cut + 1, self.fleet.held):
+                return
+            self._sweep_list()
+            if len(self.list):
+                self._cut(short=True)
         self._drain("every source is exhausted", "surplus")
         self.plan.end_at(self.cut)
         self._open_due_evals()
@@ -451,6 +453,7 @@ class Core:
             "next_group": self.launcher.next_group,
             "curriculum": self.curriculum.snapshot(unfinished),
             "list": self.list.snapshot(),
+            "pacing": self.pacing.snapshot(),
             "plan": self.plan.snapshot(),
             "account": self.account.snapshot(),
             "admission": self._admission.snapshot(),
@@ -468,6 +471,7 @@ class Core:
         self.launcher.next_group = state["next_group"]
         self.warnings = self.curriculum.restore(state["curriculum"])
         self.list.restore(state["list"])
+        self.pacing.restore(state.get("pacing", {}))
         self.plan.restore(state["plan"])
         self.account.restore(state["account"])
         self._admission.restore(state.get("admission", {}))

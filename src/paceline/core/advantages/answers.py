@@ -6,7 +6,6 @@ trusted from here on.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import msgspec
@@ -17,6 +16,7 @@ from paceline.core.advantages.base import Advantages, AlgorithmError, GroupView
 from paceline.domain.sample import Sample, Stream
 
 _STREAM_DTYPES = ("float32", "int32", "uint8")
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def attach(view: GroupView, answer: Advantages, algorithm: str) -> list[tuple[tuple[Sample, ...], float]]:
@@ -52,8 +52,8 @@ def _scalars(
         raise AlgorithmError(f"{algorithm}: advantages of shape {values.shape}, for {len(view)} members")
     done: list[tuple[tuple[Sample, ...], float]] = []
     for rollout, samples, value in zip(view.rollouts, view.samples, values.tolist(), strict=True):
-        if not math.isfinite(value):
-            raise AlgorithmError(f"{algorithm}: the advantage of {rollout.id} is {value}")
+        if not abs(value) <= _LARGEST:  # false for NaN too
+            raise AlgorithmError(f"{algorithm}: the advantage of {rollout.id} is {value}, no finite float32")
         done.append((tuple([msgspec.structs.replace(s, advantage=value) for s in samples]), value))
     return done
 
