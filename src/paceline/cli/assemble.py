@@ -23,6 +23,7 @@ import msgspec
 from paceline.cli.engines import RunEngines
 from paceline.cli.services import ConfiguredServices, imported
 from paceline.cli.status import StatusFile
+from paceline.cli.trainer import trainer_settings, versions_kept
 from paceline.config import (
     EmbeddedEngine,
     EnvSection,
@@ -238,7 +239,7 @@ class Assembly:
             stack.push_async_callback(environments.close)
             stack.push_async_callback(self._close_children)
             try:
-                say("starting the engine and the trainer")
+                say(_starting(config))
                 engines = RunEngines(config, self.run_dir, self.children, self._inherit)
                 stack.push_async_callback(engines.close)
                 await self._start_children(engines)
@@ -303,7 +304,7 @@ class Assembly:
             runner=runner,
             engines=engines.slots,
             processor=processor,
-            sink=FilesystemBatches(self.run_dir, self.run_id, keep=self._batches_kept()),
+            sink=FilesystemBatches(self.run_dir, self.run_id, keep=versions_kept(config)),
             policy=FilesystemPolicy(
                 self.run_dir,
                 self.run_id,
@@ -385,14 +386,8 @@ class Assembly:
         section = self.config.trainer
         if not isinstance(section, ReferenceTrainer):
             return
-        settings = section.model_dump(exclude={"type", "threads", "start_s", "step_s"})
-        settings |= {
-            "checkpoint_every": self.config.checkpoint.every,
-            "keep_last": self.config.checkpoint.keep_last,
-            "keep_weights": self._weights_kept(),
-        }
         argv = [sys.executable, "-m", "paceline.trainer", "--run", str(self.run_dir)]
-        argv += ["--model", str(self.model_dir), "--settings", json.dumps(settings)]
+        argv += ["--model", str(self.model_dir), "--settings", json.dumps(trainer_settings(self.config))]
         argv += ["--start-version", str(self.start_version)]
         child = await ChildProcess.start(
             argv,
@@ -440,15 +435,6 @@ class Assembly:
 
     def _weights_now(self) -> Path:
         return weights_dir(self.run_dir, self.start_version) if self.start_version else self.model_dir
-
-    def _weights_kept(self) -> int:
-        """Versions an engine may still be told to load, and one for each checkpoint a run may go back to."""
-        checkpoint = self.config.checkpoint
-        return checkpoint.every * checkpoint.keep_last + self.config.scheduling.lag + 2
-
-    def _batches_kept(self) -> int:
-        """Back to the oldest checkpoint of the trainer, so that it can train again what it had not saved."""
-        return self._weights_kept()
 
     # ── stopping ──
 
@@ -528,6 +514,13 @@ class CutOff:
             child.kill()
         print(f"error: {before.reason or why} ({why})", file=sys.stderr, flush=True)
         os._exit(1 if self._status.status.status == "failed" else 130)
+
+
+def _starting(config: RunConfig) -> str:
+    engine = (
+        "starting the engine" if isinstance(config.engine, EmbeddedEngine) else "connecting to the engines"
+    )
+    return f"{engine}, starting the trainer" if isinstance(config.trainer, ReferenceTrainer) else engine
 
 
 @contextlib.contextmanager

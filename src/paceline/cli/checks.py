@@ -349,6 +349,8 @@ def _run_dir(config: RunConfig) -> list[Finding]:
 
 def _disk_needed(config: RunConfig) -> int:
     """Weights and checkpoints that are kept at one time; rollouts are small beside them."""
+    from paceline.cli.trainer import versions_kept
+
     try:
         directory = local_model_dir(config.model.name)
     except PacelineError:
@@ -356,7 +358,7 @@ def _disk_needed(config: RunConfig) -> int:
     if directory is None or not isinstance(config.trainer, ReferenceTrainer):
         return 0
     weights = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
-    kept = config.checkpoint.every * config.checkpoint.keep_last + config.scheduling.lag + 2
+    kept = versions_kept(config)
     # A checkpoint holds float32 weights and two moments of the optimizer.
     return weights * (min(kept, config.run.max_steps) + 6 * (config.checkpoint.keep_last + 1))
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 
+from paceline.cli.options import require_torch
 from paceline.engines.embedded import __main__ as process
 from paceline.engines.embedded.options import EngineOptions
-from paceline.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,8 +17,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if importlib.util.find_spec("torch") is None:
-        raise ConfigError(
-            "`paceline engine` needs torch, which is not installed: pip install 'paceline[train]'"
-        )
+    require_torch("engine")
     return process.run(args)

@@ -12,11 +12,14 @@ options below the command's own in `--help`.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from paceline.config import RunConfig
@@ -33,6 +36,14 @@ def add_config_argument(parser: argparse.ArgumentParser) -> None:
         help="TOML file; a later one is laid over the earlier",
     )
     parser.usage = f"{parser.prog} [options] CONFIG... [--section.key VALUE]..."
+
+
+def require_torch(command: str) -> None:
+    """ConfigError, with the remedy, where the train extra is not installed."""
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(
+            f"`paceline {command}` needs torch, which is not installed: pip install 'paceline[train]'"
+        )
 
 
 def positive(text: str) -> int:

@@ -7,6 +7,7 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,8 +20,12 @@ if TYPE_CHECKING:
     from paceline.config import RunConfig
     from paceline.config.load import Loaded
     from paceline.observe.run import RunFolds
+    from paceline.observe.waiting import TrainerAwaited
+    from paceline.runtime.driver import Fold
 
 TAKES_CONFIG = True
+
+_CHECK_S = 30.0
 
 
 class Outcome(NamedTuple):
@@ -66,7 +71,8 @@ def check(loaded: Loaded[RunConfig]) -> None:
     """Look at everything the run needs, before anything is started. ConfigError with all that would keep it from it."""
     from paceline.cli.checks import diagnose
 
-    findings = asyncio.run(diagnose(loaded))
+    # More patience than the doctor has: what a busy machine did not find out in time would be found out in the run.
+    findings = asyncio.run(diagnose(loaded, limit_s=_CHECK_S))
     for finding in findings:
         if finding.level == "warning":
             _say(f"warning: {'; '.join(filter(None, (finding.what, finding.facts, finding.remedy)))}")
@@ -190,7 +196,8 @@ def execute(
         error: BaseException | None = None
         try:
             with Monitor(folds, pump=pump, view=view) as monitor:
-                finish = asyncio.run(assembly.run([monitor], _say))
+                watching: list[Fold] = [monitor, *_awaiting_trainer(config, run_dir)]
+                finish = asyncio.run(assembly.run(watching, _say))
             code = status.finish(finish.status, finish.reason)
         except Stopped as stopped:
             code = status.finish("stopped", str(stopped))
@@ -210,6 +217,19 @@ def execute(
     told = summary(folds, wall_s=time.monotonic() - began)
     told |= {"run_dir": str(run_dir), "status": status.status.status, "reason": status.status.reason}
     return Outcome(told, code, error)
+
+
+def _awaiting_trainer(config: RunConfig, run_dir: Path) -> Iterator[TrainerAwaited]:
+    """Where somebody else has to start the trainer, that it is missing is told."""
+    from paceline.observe.waiting import TrainerAwaited
+
+    if config.trainer.type == "external":
+        yield TrainerAwaited(
+            lambda: _say(
+                f"waiting for a trainer on {run_dir}: a batch is there and no step was acknowledged yet; start your "
+                f"trainer, or `paceline trainer CONFIG --run {run_dir}`"
+            )
+        )
 
 
 def _earlier_lives(run_dir: Path, folds: RunFolds) -> Earlier:

@@ -161,12 +161,13 @@ def resumption(run_dir: Path, config: RunConfig) -> tuple[str, Resumption | None
 
 def _trained(run_dir: Path, config: RunConfig, step: int) -> int:
     if isinstance(config.trainer, ReferenceTrainer):
-        return max([t for t in _trainer_steps(run_dir) if t <= step], default=0)
+        return max([t for t in trainer_steps(run_dir) if t <= step], default=0)
     whole = [v for v in versions_in(run_dir / WEIGHTS) if (weights_dir(run_dir, v) / VERSION_FILE).is_file()]
     return max([v for v in whole if v <= step], default=0)
 
 
-def _trainer_steps(run_dir: Path) -> list[int]:
+def trainer_steps(run_dir: Path) -> list[int]:
+    """Steps that the reference trainer has a checkpoint of, ascending."""
     folder = run_dir / "checkpoints" / "trainer"
     if not folder.is_dir():
         return []
@@ -175,7 +176,7 @@ def _trainer_steps(run_dir: Path) -> list[int]:
 
 def _drop_trainer_after(run_dir: Path, step: int) -> None:
     """Else they, being the newest, would be kept instead of the ones that the resumed run makes."""
-    for later in _trainer_steps(run_dir):
+    for later in trainer_steps(run_dir):
         if later > step:
             shutil.rmtree(run_dir / "checkpoints" / "trainer" / f"v{later:08d}")
     for unfinished in (run_dir / "checkpoints" / "trainer").glob(".v*.tmp"):

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from transformers.utils.logging import disable_progress_bar
+
 from paceline.errors import ConfigError, PacelineError
 from paceline.trainer.checkpoint import checkpoint_dir, load_checkpoint, save_checkpoint
 from paceline.trainer.loss import LossSettings
@@ -49,13 +51,17 @@ class Settings:
 
     @classmethod
     def parse(cls, text: str) -> Settings:
+        """From JSON. ConfigError as `of` raises it."""
+        return cls.of(json.loads(text))
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> Settings:
         """ConfigError for a name it does not know: a setting that is ignored would be worse."""
-        given: dict[str, Any] = json.loads(text)
         unknown = sorted(set(given) - {f.name for f in fields(cls)})
         if unknown:
-            raise ConfigError(f"--settings: the reference trainer has no setting {', '.join(unknown)}")
+            raise ConfigError(f"the reference trainer has no setting {', '.join(unknown)}")
         if "betas" in given:
-            given["betas"] = tuple(given["betas"])
+            given = given | {"betas": tuple(given["betas"])}
         return cls(**given)
 
     def optimizer(self) -> OptimizerSettings:
@@ -65,8 +71,21 @@ class Settings:
         )
 
 
-def train(run_dir: Path, model: str, settings: Settings, *, rank: int = 0, start_version: int = 0) -> int:
-    """Train until the run ends; returns the last version made. TrainerError or WireError when it cannot go on."""
+def train(
+    run_dir: Path,
+    model: str,
+    settings: Settings,
+    *,
+    rank: int = 0,
+    start_version: int = 0,
+    is_alone: bool = False,
+) -> int:
+    """Train until the run ends; returns the last version made. TrainerError or WireError when it cannot go on.
+
+    `is_alone` says that Ctrl-C means this process, as SIGTERM does. Else it reaches the whole terminal, and the run
+    decides what it means.
+    """
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # what is printed is read by people and programs
     source = model_directory(model)
     trainer = Trainer(source, settings.optimizer())
     checkpoints = run_dir / "checkpoints" / "trainer"
@@ -74,9 +93,7 @@ def train(run_dir: Path, model: str, settings: Settings, *, rank: int = 0, start
         load_checkpoint(trainer, checkpoint_dir(checkpoints, start_version))
     discard_unfinished(run_dir)
     stopping: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _frame: stopping.append(number))
-    # Ctrl-C reaches the whole terminal; the run decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _listen(stopping, is_alone)
     print(json.dumps({"event": "ready", "version": trainer.version}), flush=True)
     saved = trainer.version
     waited_from = time.perf_counter()
@@ -117,26 +134,26 @@ def train(run_dir: Path, model: str, settings: Settings, *, rank: int = 0, start
     return trainer.version
 
 
+def _listen(stopping: list[int], is_alone: bool) -> None:
+    def ask(number: int, _frame: object) -> None:
+        stopping.append(number)
+        if number == signal.SIGINT:
+            signal.signal(number, signal.default_int_handler)  # a second one does not wait for the step
+
+    signal.signal(signal.SIGTERM, ask)
+    signal.signal(signal.SIGINT, ask if is_alone else signal.SIG_IGN)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m paceline.trainer", description=__doc__)
-    add_arguments(parser)
-    given = parser.parse_args(argv)
-    try:
-        run(given)
-    except PacelineError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
-    return 0
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", type=Path, required=True, help="run directory")
     parser.add_argument("--model", required=True, help="Hugging Face directory (or hub id) of v0")
     parser.add_argument("--settings", type=Settings.parse, default=Settings(), help="JSON, see Settings")
     parser.add_argument("--start-version", type=int, default=0, help="checkpoint to go on from; 0: the model")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Train as the command line says; 0 when the run has ended. Raises what `train` raises."""
-    train(args.run, args.model, args.settings, start_version=args.start_version)
+    given = parser.parse_args(argv)
+    try:
+        train(given.run, given.model, given.settings, start_version=given.start_version)
+    except PacelineError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
     return 0
