@@ -6,16 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.cli.api import run
+    from paceline.tokens.tokenizer import resolve_model_dir as model_dir
     from paceline.transport.reader import publish_weights, read_batches
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "publish_weights", "read_batches", "run"]
+__all__ = ["__version__", "model_dir", "publish_weights", "read_batches", "run"]
 
 _HOME = {
-    "publish_weights": "paceline.transport.reader",
-    "read_batches": "paceline.transport.reader",
-    "run": "paceline.cli.api",
+    "model_dir": ("paceline.tokens.tokenizer", "resolve_model_dir"),
+    "publish_weights": ("paceline.transport.reader", "publish_weights"),
+    "read_batches": ("paceline.transport.reader", "read_batches"),
+    "run": ("paceline.cli.api", "run"),
 }
 """Public names are imported when they are first asked for: a trainer pays for the reader alone."""
 
@@ -25,4 +27,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOME[name]), name)
+    module, attribute = _HOME[name]
+    return getattr(import_module(module), attribute)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import paceline
 from paceline.errors import ConfigError
 from paceline.testing.tokens import CHATML, byte_tokenizer
 from paceline.tokens import ChatTokenizer, resolve_model_dir, user
@@ -84,8 +85,13 @@ def test_the_fingerprint_changes_with_the_template_and_the_vocabulary() -> None:
     assert byte_tokenizer(merges=[("a", "b")]).fingerprint != same
 
 
-def test_a_model_name_is_a_directory_or_lies_in_a_package(tmp_path: Path) -> None:
+def test_a_model_name_is_a_directory_or_lies_in_a_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert resolve_model_dir(str(tmp_path)) == tmp_path
+    monkeypatch.chdir(tmp_path.parent)
+    assert resolve_model_dir(tmp_path.name) == tmp_path  # whole: whoever is told of it may stand elsewhere
+    assert paceline.model_dir(tmp_path.name) == tmp_path
     assert resolve_model_dir("pkg:paceline/tokens").name == "tokens"
 
 

@@ -156,13 +156,13 @@ class ChatTokenizer:
 def resolve_model_dir(name: str) -> Path:
     """The directory of a model: a directory, `pkg:PACKAGE/PATH` inside an installed package, or a hub id.
 
-    ConfigError when there is none, with what to do.
+    A hub id is fetched if it is not here yet. ConfigError when there is none, with what to do.
     """
     if name.startswith("pkg:"):
         return _package_dir(name)
     path = Path(name).expanduser()
     if path.is_dir():
-        return path
+        return path.absolute()  # engines and trainers that are told of it may have been started elsewhere
     if path.exists():
         raise ConfigError(f"model.name = {name!r} is a file: name the directory that holds config.json")
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
