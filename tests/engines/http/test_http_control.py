@@ -11,7 +11,7 @@ from fake_server import GENERATE, METRICS, FakeServer, Say
 from test_http_generate import LIMITS, QUICK, engine_on, request, until
 
 from paceline.domain.load import EngineInfo, EngineLoad
-from paceline.engines.http import Limits, Link, connect, probe
+from paceline.engines.http import Limits, Link, Retry, connect, probe
 from paceline.engines.http.metrics import read_kv_tokens, read_load
 from paceline.errors import EngineError
 
@@ -134,6 +134,14 @@ async def test_a_server_that_cannot_pause_is_refused_with_the_remedy() -> None:
     async with FakeServer(missing=("/pause",)) as fake, engine_on(fake) as engine:
         with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
             await engine.update_weights(1, "/weights/v1")
+
+
+async def test_an_address_that_nobody_listens_at_is_an_error_without_words_of_tls() -> None:
+    link = Link("http://127.0.0.1:1", "engine e0", Limits(), Retry(attempts=1))
+    with pytest.raises(EngineError) as refused:
+        await link.call("GET", "/health")
+    assert str(refused.value) == "engine e0: GET /health: cannot connect: Connection refused (try 1)"
+    await link.close()
 
 
 # ---- metrics

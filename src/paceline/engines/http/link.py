@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+import ssl
 from collections.abc import Mapping
 from typing import Any
 
@@ -146,4 +149,10 @@ class Link:
 
 
 def _cause(error: BaseException) -> str:
-    return str(error) or type(error).__name__
+    """Why, without what the engine's name says already: aiohttp repeats the address, and names TLS where there is none."""
+    inner = getattr(error, "os_error", None)
+    if not isinstance(inner, OSError) or isinstance(inner, ssl.SSLError):
+        return str(error) or type(error).__name__
+    if isinstance(inner, socket.gaierror) or not inner.errno:
+        return inner.strerror or str(inner) or type(inner).__name__
+    return os.strerror(inner.errno)
