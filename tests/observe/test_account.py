@@ -197,6 +197,21 @@ def test_after_a_resumption_only_what_the_checkpoint_held_is_still_queued() -> N
     assert nonzero(line_of(told).tokens) == {"shipped": 10, "left_over": 10, "cancelled": 5}
 
 
+def test_a_run_that_died_before_its_first_checkpoint_leaves_nothing_in_flight_or_queued() -> None:
+    told = Told()
+    (lost,), (running,) = told.start(0), told.start(1)
+    told.end(lost, 10)
+    told.process([told.verdict(lost)])
+    told.call(running, 5)
+    told.tell(on.RunOpened("told", 7))
+    told.start(0)
+    line = line_of(told)
+    assert nonzero(line.tokens) == {"left_over": 10, "cancelled": 5}
+    assert nonzero(line.rollouts) == {"left_over": 1, "cancelled": 1, "in_flight": 1}
+    assert told.folds.lives.in_flight == {"train": 1, "eval": 0}
+    assert told.folds.training.segment == 1
+
+
 def test_what_is_queued_when_a_run_is_stopped_waits_for_a_resumption() -> None:
     told = Told()
     (one,) = told.start(0)

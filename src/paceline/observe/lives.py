@@ -270,9 +270,12 @@ class Lives(Fold):
             del self._queued_at[next(iter(self._queued_at))]
 
     def _opened(self, at: float, event: RunOpened) -> None:
-        """A resumption: what ran died with its process, and of the queue only what the checkpoint held is left."""
-        if event.resumed_from is not None:
-            self._close(at, keep=self._queued_at.get(event.resumed_from, frozenset()))
+        """Maybe a resumption: what ran died with its process, and of the queue only what the checkpoint held is left.
+
+        A run that died before its first checkpoint begins anew and says so, but its journal goes on.
+        """
+        step = event.resumed_from
+        self._close(at, keep=frozenset() if step is None else self._queued_at.get(step, frozenset()))
 
     def _finish(self, at: float, command: FinishRun) -> None:
         """What is still queued is left over, unless the run was cut short: then it waits for a resumption."""

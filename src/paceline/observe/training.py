@@ -99,7 +99,7 @@ class Training(LifeWatcher, Fold):
 
     def _opened(self, at: float, event: RunOpened) -> None:
         self._flush(at)
-        if event.resumed_from is not None:
+        if event.resumed_from is not None or self._cut_at is not None:  # not the first to open it
             self.segment += 1
             self._windows = {}
         self._cut_at = at
