@@ -155,6 +155,13 @@ def test_every_token_of_every_sample_is_packed_once(
     assert seen == Counter(range(len(samples)))
 
 
+@pytest.mark.timeout(20)
+def test_a_great_many_bins_on_few_ranks_are_even_at_once() -> None:
+    costs = np.random.default_rng(0).pareto(1.5, 16_384) + 0.1
+    totals = [costs[share].sum() for share in assign(costs, 8)]
+    assert max(totals) / np.mean(totals) < 1.002
+
+
 @settings(deadline=None)
 @given(st.lists(st.floats(1, 100), min_size=1, max_size=8), st.integers(1, 5))
 def test_assignment_is_never_worse_than_the_bound_of_equal_counts(costs: list[float], ranks: int) -> None:

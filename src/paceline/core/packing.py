@@ -31,6 +31,10 @@ Bin: TypeAlias = list[int]
 _SWAPS_PER_RANK = 8
 """Bounds the refinement; each swap lowers the dearest rank, and a few a rank bring it within a percent."""
 
+_SWAP_PAIRS, _ALL_PAIRS = 1 << 20, 1 << 27
+"""Pairs of bins that one swap may be chosen from, and all swaps together (about 0.5 s). Where there are more, a rank has
+so many bins that the last ones of longest-first even it out, and comparing them all would take minutes."""
+
 _STREAM_FILL = {"loss_weights": 1}
 """What a sample without a named stream is given; 0 for all others but `ref_logprobs`, which takes `logprobs`."""
 
@@ -110,9 +114,10 @@ def assign(costs: NDArray[np.float64], ranks: int) -> list[list[int]]:
 
 def _refine(shares: NDArray[np.int64], costs: NDArray[np.float64]) -> NDArray[np.int64]:
     """Swap bins between the dearest rank and another while that lowers the dearer of the two."""
-    ranks = len(shares)
+    ranks, pairs = len(shares), shares.shape[1] * shares.size
+    swaps = 0 if pairs > _SWAP_PAIRS else min(_SWAPS_PER_RANK * ranks, _ALL_PAIRS // pairs)
     totals = costs[shares].sum(axis=1)
-    for _ in range(_SWAPS_PER_RANK * ranks):
+    for _ in range(swaps):
         worst = int(totals.argmax())
         mine = costs[shares[worst]]
         # moved[m, r, o]: what the dearest rank sheds when its bin m goes to rank r against that rank's bin o.
