@@ -160,7 +160,7 @@ class EngineModel:
             preemptions=self.preemptions,
             prefix_queries=self.queries,
             prefix_hits=self.hits,
-            generated_tokens=int(self.generated),
+            generated_tokens=round(self.generated),
         )
 
     @property

@@ -41,6 +41,7 @@ class _Running:
         "calls",
         "cause",
         "command",
+        "most",
         "part",
         "plan",
         "position",
@@ -59,6 +60,8 @@ class _Running:
         self.part: tuple[tuple[Version, int], ...] = ()
         """What earlier segments of the turn under way have sampled."""
         self.segments = 0
+        self.most = 0
+        """Tokens that the call under way may sample."""
         self.span = 0
         self.cause: CancelCause | None = None
 
@@ -217,6 +220,7 @@ class World:
         call, whole, error = running.calls, running.plan.tokens, running.plan.call_error
         left = whole - sum(n for _, n in running.part)
         tokens = left if command.max_tokens is None else min(left, command.max_tokens)
+        running.most = tokens
         if left != whole or tokens != whole:
             seconds *= tokens / max(1, whole)
 
@@ -281,7 +285,7 @@ class World:
         assert running.calling is not None
         engine, began = running.calling
         running.calling = None
-        tokens = min(tokens, running.plan.tokens - sum(n for _, n in running.part))
+        tokens = min(tokens, running.most)
         versions = self._versions(engine, running.span, tokens)
         rollout = running.command.rollout
         running.part += versions

@@ -62,7 +62,7 @@ def solve(profile: Profile, speed: Speed, capacity: float, most: int, risk: floa
     mean = _curve(profile, speed, cache, capacity, calls, np.ones(POINTS))
     heavier = 1.0 + risk * spread / (running * np.sqrt(np.maximum(mean.rollouts, 1.0)))
     fits = calls * running * heavier <= capacity
-    fits[0] = True
+    fits[:2] = True
     bad = _curve(profile, speed, cache, capacity, calls[fits], heavier[fits])
     top = max(1.0, float(mean.rollouts.max()), float(bad.rollouts.max()))
     rollouts = _numbers(min(most, int(np.ceil(1.5 * top)) + 1))

@@ -1,0 +1,197 @@
+"""The predictive controller: what it learns, what its model says, and how it does in a closed loop."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from admission_kit import Held, load
+
+from paceline.core.admission import Bounds, FixedCap, PredictiveCap
+from paceline.core.admission.forecast import Forecast, Survival
+from paceline.core.admission.learning import EnvStats, Profile, Speed, SpeedFit
+from paceline.core.admission.network import solve
+from paceline.domain.load import EngineInfo
+from paceline.testing.closed_loop import ClosedLoop, swe_small
+from paceline.testing.engine_model import EngineModel, EngineSpeed
+
+SPEED = Speed(fixed=6.4e-3, seq=0.0, token=73e-9, prefill=45e-6)
+
+
+def profile(**changes: object) -> Profile:
+    """About the small software-engineering agents."""
+    made = Profile(
+        turns=23.4,
+        first=2500.0,
+        final=22_300.0,
+        context=13_800.0,
+        sd=8_200.0,
+        sampled=235.0,
+        sampled_sq=150_000.0,
+        observed=576.0,
+        outside_s=4.1,
+        waits=np.sort(np.random.default_rng(0).lognormal(1.0, 1.0, 500)),
+    )
+    return msgspec.structs.replace(made, **changes)
+
+
+def test_rollouts_in_flight_do_not_bias_the_number_of_turns() -> None:
+    # Every rollout has 10 turns; half are still at turn 6: an average over the ended would be right by luck, an
+    # average over all of them wrong.
+    env = EnvStats()
+    for number in range(200):
+        turns = 10 if number % 2 else 6
+        for turn in range(turns):
+            env.asked(turn, 100 * (turn + 1), 50, 1.0)
+            env.sampled(50, whole=True)
+        if turns == 10:
+            env.finished(10, 100, 1000, 10.0, 0.0)
+    seen = env.profile(longest=4000.0)
+    assert seen.turns == pytest.approx(10, rel=0.12)
+    assert seen.context == pytest.approx(550, rel=0.15)
+
+
+def test_before_anybody_has_ended_rollouts_are_expected_to_go_on_to_the_longest_context() -> None:
+    env = EnvStats()
+    for turn in range(4):
+        for _ in range(10):
+            env.asked(turn, 1000 * (turn + 1), 500, 1.0)
+            env.sampled(500, whole=True)
+    seen = env.profile(longest=32_000.0)
+    assert 8_000 < seen.context < 18_000
+
+
+def test_it_tells_the_parts_of_a_step_and_the_price_of_a_prompt_token_apart() -> None:
+    fit, random = SpeedFit(), np.random.default_rng(1)
+    for _ in range(60):
+        for _ in range(10):
+            steps, batch = random.integers(20, 800), random.uniform(1, 40)
+            tokens, missed = batch * random.uniform(5e3, 2e4), random.uniform(0, 3e4)
+            seconds = steps * (6e-3 + 1e-4 * batch + 8e-8 * tokens) + 4e-5 * missed
+            fit.segment(seconds, steps, batch, tokens, missed)
+        fit.window(seconds, steps, batch, tokens, missed)
+    found = fit.solve()
+    assert found.fixed == pytest.approx(6e-3, rel=0.1)
+    assert found.seq == pytest.approx(1e-4, rel=0.4)  # a small part, and the guess is that there is none
+    assert found.token == pytest.approx(8e-8, rel=0.1)
+    assert found.prefill == pytest.approx(4e-5, rel=0.1)
+
+
+def test_the_best_number_lies_below_the_cliff_and_rises_with_tool_waits() -> None:
+    short = solve(profile(), SPEED, 380_000.0, 512, risk=1.0)
+    waits = profile().waits * 6
+    long = solve(profile(outside_s=16.0, waits=waits), SPEED, 380_000.0, 512, risk=1.0)
+    assert 18 <= short.best <= 27
+    assert short.at(short.best) > 1.5 * short.at(2 * short.best)
+    assert long.best > 1.2 * short.best
+
+
+def test_more_risk_averse_is_never_more() -> None:
+    best = [solve(profile(), SPEED, 380_000.0, 512, risk=risk).best for risk in (0.0, 1.0, 2.0, 3.0)]
+    assert best == sorted(best, reverse=True)
+
+
+@pytest.mark.parametrize("capacity", [10.0, 300.0, 14_000.0, 1e9])
+def test_any_capacity_has_an_answer(capacity: float) -> None:
+    for turns in (1.0, 5.0):
+        seen = solve(profile(turns=turns, waits=np.array([0.0])), SPEED, capacity, 1024, risk=1.0)
+        assert 1 <= seen.best <= 1024
+        assert np.isfinite(seen.turns_per_s).all()
+
+
+def test_survival_counts_those_in_flight_as_lasting_longer() -> None:
+    alone = Survival([10.0, 10.0], np.array([]))
+    with_others = Survival([10.0, 10.0], np.array([30.0, 30.0]))
+    assert alone.beyond(np.array([5.0, 20.0])).tolist() == [1.0, 0.0]
+    assert with_others.beyond(np.array([5.0, 20.0])).tolist() == [1.0, 0.5]
+
+
+def test_the_forecast_holds_starts_back_before_contexts_outgrow_the_bound() -> None:
+    lasting = Survival([], np.array([]))
+    room = Forecast().room_for(
+        np.zeros(10),
+        np.full(10, 100.0),
+        lasting,
+        growth=10.0,
+        first=100.0,
+        horizon_s=90.0,
+        bound=10_000.0,
+        now=0.0,
+    )
+    assert room == pytest.approx(0.0)
+
+
+def test_until_it_knows_enough_it_holds_what_fits_at_the_longest() -> None:
+    admission = PredictiveCap()
+    admission.joined(EngineInfo("e0", 131_072, 16_384))
+    for n in range(20):
+        admission.observe(Held(admission.cap("e0")), load(0.1), 5.0 * n)
+    assert admission.cap("e0") == 8
+    assert "too little" in admission.reason("e0")
+
+
+def test_a_reading_that_did_not_come_is_not_read_as_free() -> None:
+    loop = ClosedLoop(PredictiveCap(), swe_small(6.0), seed=1)
+    loop.run(300)
+    admission, state = loop.admission, loop.core.fleet["e0"]
+    before = admission.cap("e0")
+    admission.observe(state, None, 310.0)
+    assert admission.cap("e0") == before
+    assert admission.room("e0", state.active) <= 0
+
+
+def test_an_engine_without_metrics_is_run_by_latency_and_says_so() -> None:
+    loop = ClosedLoop(PredictiveCap(Bounds(initial=2)), swe_small(1.0), seed=1, metrics=False)
+    trace = loop.run(1200)
+    assert trace.samples[-1].cap > 6
+    assert any("no metrics" in why for _, _, why in trace.notes)
+
+
+def test_it_ramps_within_two_minutes_and_keeps_to_the_good_side_of_the_cliff() -> None:
+    fixed = ClosedLoop(FixedCap(24), swe_small(6.0), seed=3)
+    fixed.run(2400)
+    loop = ClosedLoop(PredictiveCap(), swe_small(6.0), seed=3)
+    trace = loop.run(2400)
+    assert loop.goodput(600) > 0.93 * fixed.goodput(600)
+    assert next(s.at for s in trace.samples if s.active >= 18) <= 120
+    assert not trace.cancelled
+    assert len(trace.parked) < 0.02 * trace.completed
+
+
+def test_several_engines_have_a_cap_each() -> None:
+    loop = ClosedLoop(PredictiveCap(), swe_small(6.0), seed=1, engines=2)
+    loop.run(900)
+    caps = [loop.admission.cap(name) for name in loop.engines]
+    assert all(15 < cap < 40 for cap in caps)
+
+
+def test_what_it_learnt_survives_a_restart() -> None:
+    loop = ClosedLoop(PredictiveCap(), swe_small(6.0), seed=1)
+    loop.run(900)
+    saved = msgspec.msgpack.decode(msgspec.msgpack.encode(loop.admission.snapshot()))
+    again = PredictiveCap()
+    again.restore(saved)
+    later = ClosedLoop(again, swe_small(6.0), seed=2)
+    assert later.admission.cap("e0") > 15
+    trace = later.run(300)
+    assert trace.samples[4].active > 15
+
+
+def test_state_of_another_controller_is_ignored() -> None:
+    admission = PredictiveCap(Bounds(initial=3))
+    admission.restore({"type": "adaptive", "caps": {"e0": 99.0}})
+    assert admission.cap("e0") == 3
+
+
+def test_the_modelled_engine_caches_prefixes_preempts_when_full_and_loses_no_token() -> None:
+    speed = EngineSpeed(kv_tokens=2_000, max_model_len=2_000)
+    engine = EngineModel(speed)
+    for key in range(4):
+        engine.submit(key, 400, 300, 0.0)
+    done = {call.key: call for call in engine.advance(1e4)}
+    assert {call.sampled for call in done.values()} == {300}
+    assert engine.preemptions > 0
+    assert engine.load().generated_tokens == 1200
+    engine.submit(3, 700, 10, 1e4)
+    [again] = engine.advance(2e4)
+    assert again.cached > 0
