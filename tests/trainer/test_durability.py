@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import pickle
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from paceline.core.packing import pack as pack_batch
+from paceline.domain.batch import Batch
+from paceline.domain.ids import RolloutId
+from paceline.domain.sample import Sample
 from paceline.errors import TrainerError
 
 from .packed import pack, random_sequences
@@ -22,8 +28,11 @@ from paceline.trainer import (  # noqa: E402
     save_checkpoint,
     write_model,
 )
+from paceline.trainer import loop  # noqa: E402
 from paceline.transport import layout  # noqa: E402
+from paceline.transport.filesystem import FilesystemBatches  # noqa: E402
 from paceline.transport.reader import publish_weights  # noqa: E402
+from paceline.transport.status import open_run  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -135,3 +144,29 @@ def test_weights_that_are_not_finite_are_not_published(model_dir: Path, tmp_path
     with pytest.raises(TrainerError, match="is not finite"):
         publish(of, model_dir, tmp_path)
     assert list((tmp_path / "weights").iterdir()) == []
+
+
+def test_a_batch_for_several_ranks_is_refused_rather_than_trained_in_part(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = np.arange(4, dtype=np.int32)
+    sample = Sample(
+        token_ids=ids,
+        trainable=ids > 1,
+        logprobs=np.where(ids > 1, -1.0, 0.0).astype(np.float32),
+        versions=((0, 2),),
+        rollout=RolloutId(0, 0),
+        env="env",
+        task_index=0,
+        ending="completed",
+        reward=1.0,
+        temperature=1.0,
+        advantage=1.0,
+    )
+    packed = pack_batch(Batch(1, (sample, sample), (sample.rollout,)), ranks=2, micro_batch_tokens=4)
+    open_run(tmp_path, "test")
+    asyncio.run(FilesystemBatches(tmp_path, "test").ship(packed))
+    monkeypatch.setattr(loop, "_listen", lambda *_: None)  # this process keeps its signals
+    with pytest.raises(TrainerError, match="packed for 2 ranks"):
+        loop.train(tmp_path, str(model_dir), loop.Settings())
+    assert not (tmp_path / "acks").exists()

@@ -121,6 +121,16 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _every_rank_is_trained(self) -> Self:
+        ranks = self.batch.data_parallel
+        if ranks > 1 and isinstance(self.trainer, ReferenceTrainer):
+            raise ValueError(
+                f"batch.data_parallel is {ranks}, but the reference trainer is one rank, and would leave the rest of "
+                'each batch untrained: set data_parallel = 1, or trainer.type = "external"'
+            )
+        return self
+
+    @model_validator(mode="after")
     def _tokens_fit(self) -> Self:
         for section in self.env:
             sampling = section.sampling.over(self.sampling)

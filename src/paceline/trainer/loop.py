@@ -19,7 +19,7 @@ from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError, PacelineError, TrainerError
 from paceline.trainer.checkpoint import checkpoint_dir, load_checkpoint, save_checkpoint
 from paceline.trainer.loss import LossSettings
 from paceline.trainer.probe import probe_prompts, write_probe
@@ -98,6 +98,11 @@ def train(
     saved = trainer.version
     waited_from = time.perf_counter()
     for batch in read_batches(run_dir, rank=rank, start_step=start_version + 1, stop=lambda: bool(stopping)):
+        if batch.ranks != 1:
+            raise TrainerError(
+                f"step {batch.step} was packed for {batch.ranks} ranks, and the reference trainer is one: set "
+                "batch.data_parallel = 1"
+            )
         began = time.perf_counter()
         metrics = trainer.step(batch.micro_batches)
         stepped = time.perf_counter()
