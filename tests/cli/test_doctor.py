@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import threading
 import time
@@ -267,6 +268,36 @@ def test_environments_are_tried_as_the_run_makes_them_and_closed_again(
     told = " ".join(finding["facts"] for finding in found if finding["level"] == "error")
     assert "its constructor raised FileNotFoundError" in told
     assert sys.modules["odd_env"].Odd.closed == 1
+
+
+def test_environments_whose_modules_need_each_other_are_imported_one_after_the_other(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads that import them at once wait for each other, until Python ends one with an error."""
+    for mine, theirs in (("left_env", "right_env"), ("right_env", "left_env")):
+        late = f"import time; time.sleep(0.1); import {theirs}\n"
+        (tmp_path / f"{mine}.py").write_text(late + ODD)
+    monkeypatch.syspath_prepend(tmp_path)
+    envs = "".join(f'[[eval]]\nid = "{name}:Odd"\nexamples = 1\n' for name in ("left_env", "right_env"))
+    code, found = doctor(config(tmp_path, model, envs), capsys=capsys)
+    assert code == 0, found
+
+
+def test_modules_of_ours_that_the_checks_use_are_imported_before_their_threads_start() -> None:
+    program = (
+        "import ast, asyncio, inspect, sys\n"
+        "import paceline.config.load\n"
+        "from paceline.cli import checks\n"
+        "async def examine(_checks, limit_s):\n"
+        "    tree = ast.walk(ast.parse(inspect.getsource(checks)))\n"
+        "    used = {n.module for n in tree if isinstance(n, ast.ImportFrom)}\n"
+        "    print(sorted(m for m in used if m.startswith('paceline.') and m not in sys.modules))\n"
+        "    return []\n"
+        "checks.examine, checks.checks_of = examine, lambda loaded: {}\n"
+        "asyncio.run(checks.diagnose(None))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_the_text_puts_what_is_wrong_first_and_the_remedy_below(

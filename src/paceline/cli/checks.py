@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import importlib.util
 import json
 import os
 import shutil
 import socket
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
 _SMALL_DISK = 512 * 2**20
 _PROBE_S = 3.0
+_ONE_IMPORTS = threading.Lock()
+"""Held while a user's modules are imported, for the same reason as `_import_our_own` has."""
 _TOOL = {
     "type": "function",
     "function": {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}},
@@ -40,9 +44,25 @@ _TOOL = {
 
 async def diagnose(loaded: Loaded[RunConfig], *, limit_s: float = 4.5) -> list[Finding]:
     """All findings about a config, errors first, in at most about `limit_s` seconds."""
+    _import_our_own()
     findings = await examine(checks_of(loaded), limit_s=limit_s)
     rank = {"error": 0, "warning": 1, "ok": 2}
     return sorted(findings, key=lambda finding: rank[finding.level])
+
+
+def _import_our_own() -> None:
+    """All that the checks import of ours, before they run in threads: modules that need each other, imported by two
+    threads at once, wait for each other until Python gives one of them up."""
+    for name in (
+        "cli.assemble",
+        "cli.services",
+        "cli.trainer",
+        "engines.http",
+        "engines.sglang",
+        "envs",
+        "observe.sinks",
+    ):
+        importlib.import_module(f"paceline.{name}")
 
 
 def checks_of(loaded: Loaded[RunConfig]) -> dict[str, Check]:
@@ -250,10 +270,12 @@ def _is_installed(package: str) -> bool:
 
 def _env_check(config: RunConfig, section: EnvSection | EvalSection) -> Callable[[], list[Finding]]:
     def check() -> list[Finding]:
-        from paceline.envs.registry import make_environment, tasks_of
+        from paceline.envs.registry import environment_class, make_environment, tasks_of
 
         split: Split = "train" if isinstance(section, EnvSection) else "eval"
         table = "env" if split == "train" else "eval"
+        with _ONE_IMPORTS:
+            environment_class(section.id)
         environment = make_environment(section.id, section.args)
         try:
             size = tasks_of(environment, split, section.label).size
@@ -292,7 +314,8 @@ def _algorithms(config: RunConfig) -> list[Finding]:
     found = []
     for section in sections.values():
         try:
-            algorithm_of(section.name, section.args)
+            with _ONE_IMPORTS:
+                algorithm_of(section.name, section.args)
         except PacelineError as error:
             found.append(Finding("error", f"algorithm {section.name!r}", str(error)))
         else:
@@ -310,7 +333,8 @@ def _services(config: RunConfig) -> list[Finding]:
     found = []
     for name, where, attempt in tries:
         try:
-            attempt()
+            with _ONE_IMPORTS:
+                attempt()
         except PacelineError as error:
             found.append(Finding("error", f"service {name!r}", str(error)))
         else:
