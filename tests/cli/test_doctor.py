@@ -270,17 +270,22 @@ def test_environments_are_tried_as_the_run_makes_them_and_closed_again(
     assert sys.modules["odd_env"].Odd.closed == 1
 
 
-def test_environments_whose_modules_need_each_other_are_imported_one_after_the_other(
+def test_modules_of_environments_are_imported_one_at_a_time(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two threads that import them at once wait for each other, until Python ends one with an error."""
-    for mine, theirs in (("left_env", "right_env"), ("right_env", "left_env")):
-        late = f"import time; time.sleep(0.1); import {theirs}\n"
-        (tmp_path / f"{mine}.py").write_text(late + ODD)
+    """Threads that import modules which need each other can wait for each other, until Python ends one with an error."""
+    (tmp_path / "at_once.py").write_text("now = most = 0\n")
+    counts = (
+        "import time, at_once\nat_once.now += 1\nat_once.most = max(at_once.most, at_once.now)\n"
+        "time.sleep(0.1)\nat_once.now -= 1\n"
+    )
+    for name in ("left_env", "right_env"):
+        (tmp_path / f"{name}.py").write_text(counts + ODD)
     monkeypatch.syspath_prepend(tmp_path)
-    envs = "".join(f'[[eval]]\nid = "{name}:Odd"\nexamples = 1\n' for name in ("left_env", "right_env"))
-    code, found = doctor(config(tmp_path, model, envs), capsys=capsys)
+    evals = "".join(f'[[eval]]\nid = "{name}:Odd"\nexamples = 1\n' for name in ("left_env", "right_env"))
+    code, found = doctor(config(tmp_path, model, evals), capsys=capsys)
     assert code == 0, found
+    assert sys.modules["at_once"].most == 1
 
 
 def test_modules_of_ours_that_the_checks_use_are_imported_before_their_threads_start() -> None:
