@@ -25,10 +25,10 @@ from paceline.trainer import (  # noqa: E402
     Trainer,
     latest_checkpoint,
     load_checkpoint,
+    loop,
     save_checkpoint,
     write_model,
 )
-from paceline.trainer import loop  # noqa: E402
 from paceline.transport import layout  # noqa: E402
 from paceline.transport.filesystem import FilesystemBatches  # noqa: E402
 from paceline.transport.reader import publish_weights  # noqa: E402
