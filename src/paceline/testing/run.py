@@ -17,7 +17,7 @@ from math import inf
 from typing import Any
 
 from paceline.config import BatchSection, Limits, SamplingSection
-from paceline.core.admission import FixedCap
+from paceline.core.admission import Admission, FixedCap
 from paceline.core.advantages import Algorithm, builtin
 from paceline.core.processing import GroupRules
 from paceline.core.scheduler import Core
@@ -115,6 +115,7 @@ def run_driver(
     engines: Sequence[ScriptedEngine] | None = None,
     trainer: Callable[[], ScriptedTrainer] = ScriptedTrainer,
     cap: int = 4,
+    admission: Admission | None = None,
     limits: Limits | None = None,
     algorithm: Algorithm | None = None,
     rules: Callable[[EnvName], GroupRules] | None = None,
@@ -137,7 +138,8 @@ def run_driver(
         loop.set_exception_handler(
             lambda _, context: lost.append(str(context.get("exception") or context["message"]))
         )
-        core = Core(setup, FixedCap(cap))
+        chosen = admission or FixedCap(cap)
+        core = Core(setup, chosen)
         made = {engine.info.id: engine for engine in engines or (ScriptedEngine(),)}
         run = DriverRun(core, journal or MemoryJournal(), trainer(), made)
         if state is not None:
