@@ -40,3 +40,11 @@ class NoProgressError(PacelineError):
 
 class InvariantError(PacelineError):
     """Our own bookkeeping is wrong. Nobody catches it: the run stops, the journal stays."""
+
+
+def said_by(error: BaseException) -> str:
+    """Type and text of an error that anybody's code raised: asking it for its text may raise, too."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as broken:
+        return f"{type(error).__name__} (its text raises {type(broken).__name__})"

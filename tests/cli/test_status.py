@@ -38,7 +38,7 @@ def test_s81_success_and_a_stop_exit_with_zero(tmp_path: Path) -> None:
 def test_s81_an_interrupt_is_a_stop(interrupt: type[BaseException], tmp_path: Path) -> None:
     with pytest.raises(interrupt), StatusFile(tmp_path):
         raise interrupt
-    assert (read_status(tmp_path).status, read_status(tmp_path).exit_code) == ("stopped", 0)
+    assert (read_status(tmp_path).status, read_status(tmp_path).exit_code) == ("stopped", 130)
 
 
 def test_s81_the_first_final_status_stands(tmp_path: Path) -> None:

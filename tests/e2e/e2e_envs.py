@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
@@ -51,4 +52,13 @@ class Stuck(Words):
         return Result(reward=1.0)
 
 
-__all__ = ["Constant", "Environment", "Raising", "Stuck", "Words"]
+class Busy(Words):
+    """Holds up the loop for ever, in code that never awaits."""
+
+    async def rollout(self, task: Task, model: Model, ctx: Context) -> Result:
+        print("held up", file=sys.stderr, flush=True)
+        while True:
+            pass
+
+
+__all__ = ["Busy", "Constant", "Environment", "Raising", "Stuck", "Words"]

@@ -118,7 +118,16 @@ def test_ctrl_c_twice_stops_at_once(tmp_path: Path) -> None:
     run.interrupt(signal.SIGINT)
     assert run.end(within_s=10) == 130
     assert time.monotonic() - asked < 5
-    assert run.status.status == "stopped"
+    assert (run.status.status, run.status.exit_code) == ("stopped", 130)
+
+
+def test_code_that_holds_up_the_loop_cannot_keep_a_run_from_stopping(tmp_path: Path) -> None:
+    run = CommandLine(tmp_path, env__0__id="e2e_envs:Busy", run__drain_s=2, **LONG)
+    run.when(lambda: "held up" in run.said)
+    run.interrupt(signal.SIGTERM)
+    assert run.end(within_s=10) == 130
+    assert (run.status.status, run.status.exit_code) == ("stopped", 130)
+    assert "was cut off" in run.status.reason
 
 
 @pytest.mark.demo

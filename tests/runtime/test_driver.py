@@ -511,3 +511,16 @@ def test_an_environments_own_time_limits_are_no_failures_of_its_engine() -> None
     assert run.finish is not None
     assert run.finish.status == "done"
     assert not run.commands(do.ReviveEngine)
+
+
+def test_s01_members_that_cancel_their_own_task_do_not_stall_the_run() -> None:
+    async def cancels_itself(task: Task, model: Model, ctx: Context) -> Result:
+        if ctx.rollout.group % 3 == 0 and ctx.rollout.member == 0:
+            own = asyncio.current_task()
+            assert own is not None
+            own.cancel()
+        return await one_call(task, model, ctx)
+
+    run = run_driver(setup_for(seq_len=512), {"env": ScriptedEnv(cancels_itself)}, max_seconds=1000)
+    assert run.finish is not None
+    assert run.finish.status == "done"

@@ -1116,3 +1116,76 @@ def test_a_deadline_is_a_truncation_whatever_the_environment_makes_of_it(hides: 
 
     rollout = World(Calls(sandboxed, judged), limits=Limits(deadline_s=10)).run()
     assert (outcome(rollout), rollout.reward) == (("truncated", "deadline"), 0.25)
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class Unweighable:
+    def __float__(self) -> float:
+        raise RuntimeError("no number")
+
+
+@pytest.mark.parametrize(
+    ("result", "told"),
+    [
+        (Result(10**400), "int too large"),
+        (Result(Unweighable()), "no number"),  # type: ignore[arg-type]
+        (Result(1.0, metrics=[1, 2]), "has no attribute 'items'"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_result_that_holds_no_numbers_fails_its_rollout_alone(result: Result, told: str) -> None:
+    async def member(model: Model, ctx: Context) -> Result:
+        await model.chat("hi")
+        return result
+
+    rollout = World(member).run()
+    assert outcome(rollout) == ("failed", "unscored")
+    assert told in rollout.outcome.detail
+
+
+def test_an_exception_without_a_text_fails_its_rollout_alone() -> None:
+    async def member(model: Model, ctx: Context) -> Result:
+        raise Speechless
+
+    rollout = World(member).run()
+    assert outcome(rollout) == ("failed", "environment")
+    assert rollout.outcome.detail == "Speechless (its text raises RuntimeError)"
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("limit", ["patience", True])
+def test_a_limit_that_there_is_not_fails_its_rollout_alone(limit: Any, raises: bool) -> None:
+    async def member(model: Model, ctx: Context) -> Result:
+        await model.chat("hi")
+        if raises:
+            raise RolloutTruncated(limit, "enough")
+        return Result(1.0, truncated=limit)
+
+    rollout = World(member).run()
+    assert outcome(rollout) == ("failed", "environment")
+    assert f"truncated by {limit!r}; expected one of turns, tokens" in rollout.outcome.detail
+
+
+@pytest.mark.parametrize("swallows", [False, True])
+def test_s01_an_environment_that_cancels_its_own_task_ends_one_rollout_only(swallows: bool) -> None:
+    async def member(model: Model, ctx: Context) -> Result:
+        await model.chat("hi")
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()  # as time limits did before tasks could be uncancelled
+        if swallows:
+            try:
+                await ctx.sleep(1)
+            except asyncio.CancelledError:
+                await asyncio.Event().wait()
+        await ctx.sleep(1)
+        raise AssertionError
+
+    world = World(member)
+    world.runner.is_sole_canceller = True
+    rollout = world.run((9.0, world.cancel("stale")))
+    assert outcome(rollout) == ("cancelled", "stale" if swallows else "self")
+    assert len(rollout.turns) == 1

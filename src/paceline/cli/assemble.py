@@ -22,7 +22,7 @@ import msgspec
 
 from paceline.cli.engines import RunEngines
 from paceline.cli.services import ConfiguredServices, imported
-from paceline.cli.status import StatusFile
+from paceline.cli.status import INTERRUPTED, StatusFile
 from paceline.cli.trainer import trainer_settings, versions_kept
 from paceline.config import (
     EmbeddedEngine,
@@ -254,7 +254,10 @@ class Assembly:
                 processor = self._processor(environments, groups, services)
                 finish = await self._drive(environments, engines, journal, processor, offload, folds, say)
             except StoppedTwice as stopped:
-                self._status.finish("stopped", str(stopped))
+                self._status.finish("stopped", str(stopped), code=INTERRUPTED)
+                raise
+            except asyncio.CancelledError:
+                self._status.finish("stopped", "interrupted", code=0 if self._stops else INTERRUPTED)
                 raise
             except BaseException as error:
                 self._status.fail(error)
@@ -445,13 +448,22 @@ class Assembly:
             yield  # signals reach the main thread alone; whoever runs us in another looks after them
             return
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        for number, name in ((signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")):
-            loop.add_signal_handler(number, self._stop, name, task)
+        heard = 0
+
+        def hear(number: int, _frame: object) -> None:
+            # Not in the loop: code of an environment may be holding that up, for ever even.
+            nonlocal heard
+            heard += 1
+            self._cut_off_in(self.config.run.drain_s + _HARD_S if heard == 1 else _TERM_S + _HARD_S)
+            loop.call_soon_threadsafe(self._stop, names[signal.Signals(number)], task)
+
+        names = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+        before = {number: signal.signal(number, hear) for number in names}
         try:
             yield
         finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _stop(self, name: str, task: asyncio.Task[Any] | None) -> None:
         self._stops += 1
@@ -461,7 +473,6 @@ class Assembly:
         loop = asyncio.get_running_loop()
         limit = self.config.run.drain_s
         self._stop_by = loop.time() + limit
-        self._cut_off_in(limit + _HARD_S)
         if self._inbox is not None:
             self._inbox.post(on.ShutdownRequested(name))
         elif task is not None and not self._ending:
@@ -509,11 +520,14 @@ class CutOff:
     def _end(self, seconds: float) -> None:
         why = f"something did not stop within {seconds:g} s, and was cut off"
         before = self._status.status
-        self._status.finish("stopped", why)
+        code = self._status.finish("stopped", why, code=INTERRUPTED)
+        if code == 0:  # it had ended, but for what does not stop
+            code = self._status.exits_with(INTERRUPTED)
         for child in self._children:
             child.kill()
-        print(f"error: {before.reason or why} ({why})", file=sys.stderr, flush=True)
-        os._exit(1 if self._status.status.status == "failed" else 130)
+        told = f"{before.reason} ({why})" if before.reason else why
+        print(f"error: {told}", file=sys.stderr, flush=True)
+        os._exit(code)
 
 
 def _starting(config: RunConfig) -> str:

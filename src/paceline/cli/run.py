@@ -160,7 +160,7 @@ def execute(
 ) -> Outcome:
     """Run in an opened run directory. Errors are told and become the status."""
     from paceline.cli.assemble import Assembly, Stopped, StoppedTwice
-    from paceline.cli.status import StatusFile
+    from paceline.cli.status import INTERRUPTED, StatusFile
     from paceline.observe.live import open_view
     from paceline.observe.monitor import Monitor
     from paceline.observe.run import RunFolds, summary
@@ -202,8 +202,7 @@ def execute(
         except Stopped as stopped:
             code = status.finish("stopped", str(stopped))
         except StoppedTwice as stopped:
-            status.finish("stopped", str(stopped))
-            error, code = stopped, 130
+            error, code = stopped, status.finish("stopped", str(stopped), code=INTERRUPTED)
         except PacelineError as failure:
             error, code = failure, status.fail(failure)
         finally:

@@ -14,6 +14,9 @@ import msgspec
 from paceline.errors import ConfigError, WireError
 from paceline.transport.status import RunStatus, Status, read_status, write_status
 
+INTERRUPTED = 130
+"""Exit code of a run that was stopped before it had saved; as a shell reports a process that SIGINT ended."""
+
 
 class StatusFile:
     """Keeps RUN/status.json: `running` from construction on, then one final status, once.
@@ -45,19 +48,29 @@ class StatusFile:
     def status(self) -> RunStatus:
         return self._status
 
-    def finish(self, status: Status, reason: str) -> int:
-        """Set the final status, unless there is one: the first cause stands. Returns the exit code."""
+    def finish(self, status: Status, reason: str, *, code: int | None = None) -> int:
+        """Set the final status, unless there is one: the first cause stands. Returns the exit code.
+
+        `code`: where it is not the usual one of the status.
+        """
         if self._status.exit_code is not None:
             return self._status.exit_code
-        code = 1 if status == "failed" else 0
+        if code is None:
+            code = 1 if status == "failed" else 0
         return self._finish(status, reason, code)
+
+    def exits_with(self, code: int) -> int:
+        """The run ended as its status says, but the process ends otherwise. Returns the exit code."""
+        self._status = msgspec.structs.replace(self._status, exit_code=code)
+        write_status(self._run_dir, self._status)
+        return code
 
     def fail(self, error: BaseException) -> int:
         """Set the final status by what ended the run. Returns the exit code."""
         if self._status.exit_code is not None:
             return self._status.exit_code
         if isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
-            return self._finish("stopped", "interrupted", 0)
+            return self._finish("stopped", "interrupted", INTERRUPTED)
         if isinstance(error, SystemExit):
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
             return self._finish("failed" if code else "stopped", f"exit with code {code}", code)

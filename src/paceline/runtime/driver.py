@@ -163,7 +163,11 @@ class Driver:
                 for event in joined:
                     self._inbox.post(event)
                 self._inbox.on_event(self._drain)
-                finish = await self._finish
+                self._runner.is_sole_canceller = True
+                try:
+                    finish = await self._finish
+                finally:
+                    self._runner.is_sole_canceller = False
                 for task in list(self._beside):
                     task.cancel()
         except BaseExceptionGroup as group:

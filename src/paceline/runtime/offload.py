@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from typing import Any, ParamSpec, Protocol, TypeVar
 
+from paceline.errors import said_by
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -17,6 +19,15 @@ def is_cancelled() -> bool:
     """Whether someone is cancelling the task that runs: else a `CancelledError` in it is an error like any other."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+def carried(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call it. What a future cannot carry, or would carry as an order to somebody else, comes as a RuntimeError: anybody's
+    algorithm may raise StopIteration, by a bare `next`, or SystemExit."""
+    try:
+        return function(*args, **kwargs)
+    except (StopIteration, asyncio.CancelledError, SystemExit, GeneratorExit) as error:
+        raise RuntimeError(f"{said_by(error)} was raised") from error
 
 
 class Offload(Protocol):
@@ -38,7 +49,7 @@ class Threads:
 
     async def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, lambda: function(*args, **kwargs))
+        return await loop.run_in_executor(self._pool, lambda: carried(function, *args, **kwargs))
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -55,7 +66,7 @@ class Slices:
     async def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        self._work.append((future, lambda: function(*args, **kwargs)))
+        self._work.append((future, lambda: carried(function, *args, **kwargs)))
         if not self._scheduled:
             self._scheduled = True
             loop.call_soon(self._slice, loop)

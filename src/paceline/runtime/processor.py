@@ -14,8 +14,9 @@ from paceline.core.processing import GroupRules, broken_group, process_group, se
 from paceline.domain.events import GroupProcessed
 from paceline.domain.group import ClosedGroup
 from paceline.domain.ids import EnvName
+from paceline.errors import said_by
 from paceline.ports import Services
-from paceline.runtime.offload import Offload, Slices, is_cancelled
+from paceline.runtime.offload import Offload, Slices, carried, is_cancelled
 
 SERVICE_CALLS = 64
 """Requests of all algorithms under way at once."""
@@ -51,7 +52,7 @@ class GroupProcessor:
         began = time.perf_counter()
         how = self._envs[group.task.env]
         try:
-            asked = service_requests(group, how.rules, how.algorithm)
+            asked = carried(service_requests, group, how.rules, how.algorithm)
             replies = await self._fetch(asked) if asked else ()
             offload = self._slices if _is_small(group) else self._offload
             result = await offload.run(process_group, group, how.rules, how.algorithm, replies)
@@ -60,7 +61,7 @@ class GroupProcessor:
         except Exception as error:
             # The user's algorithm or service may raise anything. The group then trains nothing; the dead-group
             # limit ends a run in which that is all that happens, with this text.
-            text = f"{type(error).__name__}: {error}"
+            text = said_by(error)
             return GroupProcessed(broken_group(group, text), time.perf_counter() - began, text)
         return GroupProcessed(result, time.perf_counter() - began)
 

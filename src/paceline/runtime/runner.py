@@ -26,17 +26,17 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import msgspec
 
 from paceline.domain.commands import StartRollout
 from paceline.domain.ids import EngineId, EnvName, RolloutId
-from paceline.domain.rollout import COMPLETED, CancelCause, FailureCause, Outcome, Rollout
+from paceline.domain.rollout import COMPLETED, CancelCause, FailureCause, Limit, Outcome, Rollout
 from paceline.domain.task import Split, Task
 from paceline.envs.protocol import Context, InfrastructureError, Result, RolloutTruncated, ScoringError
 from paceline.envs.text import cut_text
-from paceline.errors import EngineError, InvariantError
+from paceline.errors import EngineError, InvariantError, said_by
 from paceline.ports import Engine
 from paceline.runtime.gate import TurnGate
 from paceline.runtime.model import EnvRuntime, ModelCalls
@@ -53,6 +53,8 @@ _PERMANENT: Final = (
     FileExistsError,
 )
 """Errors of the operating system that another attempt would meet again."""
+
+_LIMITS: Final = get_args(Limit)
 
 _MOST_TEXT: Final = 2000
 """Characters of an error's text that a record keeps."""
@@ -79,6 +81,8 @@ class RolloutRunner:
         self._noise_by_position = noise_by_position
         self._running: dict[RolloutId, _Run] = {}
         self._early: dict[RolloutId, CancelCause] = {}  # cancelled before their task has taken its first step
+        self.is_sole_canceller = False
+        """True while nobody cancels the tasks of `run` but through `cancel`: what else cancels one is its environment."""
 
     @property
     def running(self) -> int:
@@ -90,7 +94,7 @@ class RolloutRunner:
         shared = self._environments.get((command.task.split, command.task.env))
         if shared is None:
             raise InvariantError(f"no environment {command.task.env!r} for split {command.task.split!r}")
-        run = _Run(command, shared, self._engines, self._gate, self._clock, self._noise_by_position)
+        run = _Run(self, command, shared, self._engines, self._gate, self._clock, self._noise_by_position)
         self._running[command.rollout] = run
         early = self._early.pop(command.rollout, None)
         try:
@@ -127,6 +131,7 @@ class _Run:
         "_ctx",
         "_loop",
         "_model",
+        "_runner",
         "_shared",
         "_started",
         "_task",
@@ -135,6 +140,7 @@ class _Run:
 
     def __init__(
         self,
+        runner: RolloutRunner,
         command: StartRollout,
         shared: EnvRuntime,
         engines: Mapping[EngineId, Engine],
@@ -144,6 +150,7 @@ class _Run:
     ) -> None:
         task = asyncio.current_task()
         assert task is not None
+        self._runner = runner
         self._command = command
         self._shared = shared
         self._clock = clock
@@ -219,6 +226,8 @@ class _Run:
             # The environment caught what a limit raised and came to a result of its own.
             return self._truncated(result)
         if isinstance(failure, RolloutTruncated) and model.limit is None:
+            if failure.limit not in _LIMITS:
+                return _no_limit(failure.limit), None
             model.give_out(failure.limit, str(failure))  # a limit of the environment's own
         if model.limit is not None and _is_interruption(failure):
             return await self._close(task)
@@ -254,7 +263,10 @@ class _Run:
             self._task.uncancel()
             self._cancels -= 1
         if isinstance(error, asyncio.CancelledError) and self._task.cancelling():
-            raise error
+            if not self._runner.is_sole_canceller:
+                raise error
+            while self._task.cancelling():  # the environment cancelled its own task, or a library of its did
+                self._task.uncancel()
 
     async def _end_stray_call(self, caller: asyncio.Task[Any]) -> None:
         """The environment has ended and left a model call running in a task of its own: stop that first."""
@@ -283,6 +295,8 @@ class _Run:
             turns = len(model.recorder.turns)
             return _failed("empty", f"{turns} model calls sampled no token"), result
         limit = result.truncated or model.cut
+        if limit is not None and limit not in _LIMITS:
+            return _no_limit(limit), None
         if limit is not None:
             model.limit = limit
             model.limit_text = "the environment's own limit" if result.truncated else f"answer cut by {limit}"
@@ -366,14 +380,21 @@ def _scored(result: Result) -> tuple[Result, str]:
         reward = None if result.reward is None else float(result.reward)
         rewards = {str(k): float(v) for k, v in result.rewards.items()} if result.rewards else {}
         metrics = {str(k): float(v) for k, v in result.metrics.items()} if result.metrics else {}
-    except (TypeError, ValueError) as error:
-        return Result(None, info=result.info), f"rewards and metrics must be numbers: {error}"
+    except (
+        Exception
+    ) as error:  # anybody's objects are asked here: an integer too large for a float, no mapping
+        return Result(None, info=result.info), f"rewards and metrics must be numbers by name: {_text(error)}"
     why = ""
     if reward is None:
         why = "the environment gave no reward"
     elif not math.isfinite(reward):
         reward, why = None, f"the reward is {reward}"
     return Result(reward, rewards, metrics, result.truncated, result.info), why
+
+
+def _no_limit(named: object) -> Outcome:
+    """A record with a limit that is none could not be read again, nor could those that are stored beside it."""
+    return _failed("environment", f"truncated by {named!r}; expected one of {', '.join(_LIMITS)}")
 
 
 def _failure(error: BaseException) -> tuple[Outcome, Result | None]:
@@ -418,7 +439,7 @@ def _failed(cause: FailureCause, detail: str) -> Outcome:
 def _text(error: BaseException) -> str:
     if isinstance(error, BaseExceptionGroup):
         return "; ".join(map(_text, error.exceptions))
-    return f"{type(error).__name__}: {error}"
+    return said_by(error)
 
 
 def _storable(info: dict[str, Any]) -> dict[str, Any]:
