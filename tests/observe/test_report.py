@@ -17,6 +17,7 @@ import msgspec
 import pytest
 
 from observe.browser import Tab
+from observe.told import Told
 from observe.worlds import EnvShape, Shape, World
 from paceline.cli import export, report
 from paceline.cli.main import main
@@ -29,6 +30,7 @@ from paceline.observe.report.data import MAX_POINTS, in_flight, latest, report_d
 from paceline.observe.rows import Row
 from paceline.observe.run import RunFolds
 from paceline.observe.spans import Spans
+from paceline.observe.trace import trace_events
 
 GUESS = EnvShape("guess-number", turns=(1, 4), tokens=(2.2, 0.4), wait_s=0.4, start=0.3, end=0.8)
 REVERSE = EnvShape("reverse-text")
@@ -150,6 +152,20 @@ def test_spans_keep_the_lanes_of_the_last_steps_only() -> None:
     assert all(lane.ended is not None and lane.ended >= few.since for lane in few.lanes())
     started = sum(type(c).__name__ == "StartRollout" for d in world.decisions for c in d.commands)
     assert len(every.lanes()) == started
+
+
+def test_a_call_that_took_several_requests_is_one_turn_of_the_timeline() -> None:
+    told = Told()
+    (rollout,) = told.start(0)
+    told.call(rollout, 4, context=10)
+    told.call(rollout, 0, context=14)  # parked before it began
+    told.call(rollout, 6, context=14)
+    told.call(rollout, 5, context=25)  # five new tokens were said to it
+    told.end(rollout, 15)
+    (lane,) = report_data(told.folds, Extras())["timeline"]["lanes"]
+    assert [turn[7] for turn in lane[13]] == [0, 1, 1, 0]
+    calls = [e["args"]["turn"] for e in trace_events(told.folds.spans) if e["name"] == "model"]
+    assert calls == [0, 0, 0, 1]
 
 
 def test_spans_never_hold_more_lanes_than_they_may() -> None:

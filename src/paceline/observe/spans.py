@@ -32,7 +32,7 @@ from paceline.observe.fold import Fold, Handler
 
 
 class Turn(msgspec.Struct):
-    """One model call: asked for, let through, answered. Times in seconds of the run's clock."""
+    """One request of a model call: asked for, let through, answered. Times in seconds of the run's clock."""
 
     asked: float
     context: int
@@ -46,6 +46,8 @@ class Turn(msgspec.Struct):
     """Prompt tokens whose KV the engine still had."""
     versions: tuple[Version, ...] = ()
     error: str = ""
+    goes_on: bool = False
+    """A further request of the call before it, which was cut or parked: exactly the ids so far, and no more."""
 
 
 class Lane(msgspec.Struct):
@@ -155,7 +157,9 @@ class Spans(Fold):
 
     def _asked(self, at: float, event: TurnRequested) -> None:
         if (lane := self._open.get(event.rollout)) is not None:
-            lane.turns.append(Turn(at, event.context_tokens))
+            before = lane.turns[-1] if lane.turns else None
+            goes_on = before is not None and event.context_tokens == before.context + before.tokens
+            lane.turns.append(Turn(at, event.context_tokens, goes_on=goes_on))
 
     def _granted(self, at: float, command: GrantTurn) -> None:
         if (lane := self._open.get(command.rollout)) is not None and lane.turns:

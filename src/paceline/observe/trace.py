@@ -91,7 +91,9 @@ def _lane(lane: Lane, row: int, now: float) -> Iterator[dict[str, Any]]:
     }
     yield _span(_ROLLOUTS, row, f"{lane.task.env} {lane.id}", lane.started, end, args)
     free_at = lane.started
-    for number, turn in enumerate(lane.turns):
+    number = -1
+    for turn in lane.turns:
+        number += not turn.goes_on
         if turn.asked > free_at:
             yield _span(_ROLLOUTS, row, "environment", free_at, turn.asked, {})
         granted = turn.granted if turn.granted is not None else end

@@ -150,7 +150,7 @@ def _timeline(spans: Spans) -> dict[str, Any]:
     def packed(lane: Lane) -> list[Any]:
         turns = [
             [t(turn.asked), t(turn.granted), t(turn.ended), turn.tokens, turn.context, turn.cached,
-             turn.versions[-1] if turn.versions else None]
+             turn.versions[-1] if turn.versions else None, int(turn.goes_on)]
             for turn in lane.turns
             if turn.ended is None or turn.ended >= since
         ]  # fmt: skip

@@ -1,6 +1,6 @@
 // The timeline of the last steps. One row is one place for a rollout on an engine (or one rollout, by group).
 // lane: [env, split, group, member, attempt, engine, version, start, end, ending, cause, reward, task, turns]
-// turn: [asked, granted, ended, tokens, context, cached, version]; times are seconds from `since`; null: not yet.
+// turn: [asked, granted, ended, tokens, context, cached, version, goes on with the call before]; times are seconds from `since`; null: not yet.
 const LANE = { env: 0, split: 1, group: 2, member: 3, attempt: 4, engine: 5, version: 6, start: 7, end: 8, ending: 9, cause: 10, reward: 11, task: 12, turns: 13 };
 const STRIP = 64, AXIS = 24, LEFT = 92, LABELS = 18;
 
@@ -237,12 +237,13 @@ function timeline(data) {
 function laneRows(lane, t) {
   const rows = [["task", `${lane[LANE.split]} ${lane[LANE.task]}`], ["lasted", seconds(lane[LANE.end] - lane[LANE.start])],
     ["ended", (lane[LANE.ending] || "in flight") + (lane[LANE.cause] ? ` (${lane[LANE.cause]})` : "")], ["reward", fmt(lane[LANE.reward])],
-    ["turns", String(lane[LANE.turns].length)]];
-  const number = lane[LANE.turns].findLastIndex((turn) => turn[0] <= t);
-  const turn = lane[LANE.turns][number];
+    ["turns", String(lane[LANE.turns].filter((turn) => !turn[7]).length)]];
+  const at = lane[LANE.turns].findLastIndex((turn) => turn[0] <= t);
+  const turn = lane[LANE.turns][at];
+  const number = Math.max(1, lane[LANE.turns].slice(0, at + 1).filter((turn) => !turn[7]).length);
   if (!turn || (turn[2] !== null && t > turn[2])) return [...rows, ["now", "environment"]];
-  if (turn[1] === null || t < turn[1]) return [...rows, ["now", `turn ${number + 1} waits at the gate`]];
+  if (turn[1] === null || t < turn[1]) return [...rows, ["now", `turn ${number} waits at the gate`]];
   const [, granted, ended, tokens, context, cached, version] = turn;
   const lasted = ended === null ? "" : `, ${seconds(ended - granted)}`;
-  return [...rows, ["now", `turn ${number + 1}, model call${lasted}`], ["sampled", `${tokens} tokens by v${version ?? "?"}`], ["context", `${context} tokens, ${cached} cached`]];
+  return [...rows, ["now", `turn ${number}, model call${lasted}`], ["sampled", `${tokens} tokens by v${version ?? "?"}`], ["context", `${context} tokens, ${cached} cached`]];
 }
