@@ -22,6 +22,10 @@ class EngineUnavailable(EngineError):
     """The engine does not answer, or cannot take the call now: another one may, or the same one later."""
 
 
+class EngineBusy(EngineUnavailable):
+    """The engine answers, and says that it has too much to do (429): a reason to ask later, not to give it up."""
+
+
 class EnvError(PacelineError):
     """An environment broke its contract. Recorded on its rollout; the siblings go on."""
 

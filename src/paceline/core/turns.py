@@ -126,7 +126,7 @@ class Turns:
         if event.error is None:
             if not event.given_up:
                 engine.failed_calls = 0
-        elif flight.cancelled is None:
+        elif event.is_outage and flight.cancelled is None:
             self._count_failure(engine, event.error)
         if flight.cancelled is not None:
             engine.calls_to_stop -= 1
@@ -160,6 +160,9 @@ class Turns:
             self._learner.ended(engine, flight, self._out.now)
         if engine.parked:
             self.resume_parked(engine)
+        if engine.waiting:
+            # It may have stood first in line, too big to be let through, and have reached its deadline there.
+            self.release_gate(engine)
 
     # ── the gate ──
 

@@ -83,6 +83,8 @@ class SegmentEnded(msgspec.Struct, frozen=True, gc=False, tag=True):
     cached_tokens: int = 0
     seconds: float = 0.0
     error: str | None = None
+    is_outage: bool = False
+    """The engine did not answer: several in a row take it out. A refusal, or a word that it is busy, does not."""
     given_up: bool = False
     """The environment cancelled its call, which says nothing about the engine. Its tokens are not known."""
 

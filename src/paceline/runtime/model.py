@@ -38,7 +38,7 @@ from paceline.envs.protocol import (
     messages_of,
 )
 from paceline.envs.recorder import NO_IDS, Recorder
-from paceline.errors import EngineError, EngineUnavailable, EnvError
+from paceline.errors import EngineBusy, EngineError, EngineUnavailable, EnvError
 from paceline.ports import Engine, GenerateReply, GenerateRequest, SamplingParams
 from paceline.runtime.gate import TurnGate
 from paceline.tokens.bridge import Bridge, Conversation, Plan
@@ -492,7 +492,8 @@ class ModelCalls:
                 )
                 raise
             text = "cancelled while it ran" if cancelled else _told(error, grant.engine)
-            self._gate.report(SegmentEnded(self._rollout, grant.engine, (), "abort", 0, took, text))
+            outage = isinstance(error, EngineUnavailable) and not isinstance(error, EngineBusy)
+            self._gate.report(SegmentEnded(self._rollout, grant.engine, (), "abort", 0, took, text, outage))
             if cancelled or isinstance(error, EngineUnavailable):
                 raise
             self.engine_error = text

@@ -12,7 +12,7 @@ import msgspec
 from paceline.core.advantages import Algorithm, ServiceRequest
 from paceline.core.processing import GroupRules, broken_group, process_group, service_requests
 from paceline.domain.events import GroupProcessed
-from paceline.domain.group import ClosedGroup
+from paceline.domain.group import ClosedGroup, GroupResult
 from paceline.domain.ids import EnvName
 from paceline.errors import said_by
 from paceline.ports import Services
@@ -55,7 +55,7 @@ class GroupProcessor:
             asked = carried(service_requests, group, how.rules, how.algorithm)
             replies = await self._fetch(asked) if asked else ()
             offload = self._slices if _is_small(group) else self._offload
-            result = await offload.run(process_group, group, how.rules, how.algorithm, replies)
+            result = await offload.run(_processed, group, how, replies)
         except asyncio.CancelledError:
             raise
         except Exception as error:
@@ -95,6 +95,14 @@ class GroupProcessor:
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None  # the others were cancelled: their answers are of no use
         return tuple([task.result() for task in tasks])
+
+
+def _processed(group: ClosedGroup, how: EnvProcessing, replies: tuple[Any, ...]) -> GroupResult:
+    try:
+        return process_group(group, how.rules, how.algorithm, replies)
+    except asyncio.CancelledError as error:
+        # Taken for a cancellation of whoever waits, it would leave the group without an answer.
+        raise RuntimeError(f"algorithm {how.algorithm.name!r} raised CancelledError by itself") from error
 
 
 def _is_small(group: ClosedGroup) -> bool:

@@ -290,7 +290,11 @@ class World:
         rollout = running.command.rollout
         running.part += versions
         self._keep_turn(running, engine, began, finish)
-        self.post(on.SegmentEnded(rollout, engine, versions, finish, seconds=self.now - began, error=error))
+        self.post(
+            on.SegmentEnded(
+                rollout, engine, versions, finish, seconds=self.now - began, error=error, is_outage=True
+            )
+        )
         if goes_on and running.cause is None:
             self._next_turn(running)
 

@@ -19,7 +19,7 @@ from paceline.engines.http.link import Answer, Limits, Link, LinkLost
 from paceline.engines.http.probe import ServerFacts, probe
 from paceline.engines.http.retry import NOT_JSON, Retry, is_transient
 from paceline.engines.http.wire import decode, error_text
-from paceline.errors import EngineError, EngineUnavailable
+from paceline.errors import EngineBusy, EngineError, EngineUnavailable
 from paceline.ports import GenerateReply, GenerateRequest, WeightCheck
 
 log = logging.getLogger(__name__)
@@ -222,7 +222,8 @@ class HttpEngine:
                 failed += 1
                 cause, wait_s = self._refused(answer, failed)
                 transient = is_transient(answer.status, answer.body)
-                kind = EngineUnavailable if transient else EngineError
+                busy = EngineBusy if answer.status == 429 else EngineUnavailable
+                kind = busy if transient else EngineError
             finally:
                 flight.timer = None
             if wait_s is None or loop.time() + wait_s >= deadline:
