@@ -69,6 +69,11 @@ class Wiretap:
         return web.Response(body=got, status=reply.status, content_type="application/json")
 
 
+def number(label: str) -> int:
+    """A server that has not been updated yet calls its weights `default`."""
+    return 0 if label == "default" else int(label.removeprefix("v"))
+
+
 def sequences(run_dir: Path, step: int) -> Iterator[tuple[Any, Any, Any]]:
     """Ids, trainable mask and logprobs of each sequence of a batch, as a trainer reads them."""
     for batch in read_batches(run_dir, start_step=step, stop=lambda: False):
@@ -115,7 +120,7 @@ async def test_the_demo_trains_on_vllm_and_every_token_trained_is_one_that_was_s
             alike.remove(call)
             sent, _, _, spans = call
             assert trainable.tolist() == [False] * len(sent) + [True] * (len(ids) - len(sent))
-            assert {int(span["version"].removeprefix("v")) for span in spans} <= set(range(step))
+            assert {number(span["version"]) for span in spans} <= set(range(step))
             trained += int(trainable.sum())
     assert trained > 10_000
 
@@ -127,7 +132,7 @@ async def test_the_demo_trains_on_vllm_and_every_token_trained_is_one_that_was_s
     assert tap.probes >= 8 * STEPS
     assert (weights_dir(run_dir, STEPS) / PROBE_FILE).is_file()
     # What vLLM said under the last version of weights it loaded is what those weights say.
-    last = max(int(spans[0]["version"].removeprefix("v")) for *_, spans in tap.calls if spans)
+    last = max(number(spans[0]["version"]) for *_, spans in tap.calls if spans)
     reference = Reference(weights_dir(run_dir, last))
     label = f"v{last}"
     calls = [c for c in tap.calls if {span["version"] for span in c[3]} == {label} and c[1]][:64]

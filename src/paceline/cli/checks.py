@@ -45,7 +45,9 @@ _TOOL = {
 async def diagnose(loaded: Loaded[RunConfig], *, limit_s: float = 4.5) -> list[Finding]:
     """All findings about a config, errors first, in at most about `limit_s` seconds."""
     _import_our_own()
-    findings = await examine(checks_of(loaded), limit_s=limit_s)
+    # A server is given most of the time: its first request after a start takes seconds on a busy machine.
+    checks = checks_of(loaded, probe_s=max(_PROBE_S, limit_s - 1.5))
+    findings = await examine(checks, limit_s=limit_s)
     rank = {"error": 0, "warning": 1, "ok": 2}
     return sorted(findings, key=lambda finding: rank[finding.level])
 
@@ -65,8 +67,8 @@ def _import_our_own() -> None:
         importlib.import_module(f"paceline.{name}")
 
 
-def checks_of(loaded: Loaded[RunConfig]) -> dict[str, Check]:
-    """The checks of a config by name."""
+def checks_of(loaded: Loaded[RunConfig], *, probe_s: float = _PROBE_S) -> dict[str, Check]:
+    """The checks of a config by name. `probe_s`: seconds a server may take to be up, and for each answer."""
     config = loaded.value
     checks: dict[str, Check] = {
         "model": lambda: _model(config),
@@ -84,7 +86,7 @@ def checks_of(loaded: Loaded[RunConfig]) -> dict[str, Check]:
         checks[f"eval[{number}] {held_out.label!r}"] = _env_check(config, held_out)
     if isinstance(config.engine, VllmEngine | SglangEngine):
         for url in config.engine.urls:
-            checks[f"engine {url}"] = _server_check(loaded, config.engine, url)
+            checks[f"engine {url}"] = _server_check(loaded, config.engine, url, probe_s)
     return checks
 
 
@@ -423,7 +425,9 @@ def _ports(config: RunConfig) -> list[Finding]:
 # ---- servers
 
 
-def _server_check(loaded: Loaded[RunConfig], section: VllmEngine | SglangEngine, url: str) -> Check:
+def _server_check(
+    loaded: Loaded[RunConfig], section: VllmEngine | SglangEngine, url: str, probe_s: float
+) -> Check:
     async def check() -> list[Finding]:
         from paceline.engines import sglang
         from paceline.engines.http import Limits, Link, Retry, probe
@@ -433,7 +437,7 @@ def _server_check(loaded: Loaded[RunConfig], section: VllmEngine | SglangEngine,
             raise ConfigError(
                 f"engine.api_key_env names {section.api_key_env}, which is not set: set it to the server's key"
             )
-        limits = Limits(admin_s=_PROBE_S, metrics_s=_PROBE_S, connect_s=_PROBE_S)
+        limits = Limits(admin_s=probe_s, metrics_s=probe_s, connect_s=probe_s)
         link = Link(url, f"engine {url}", limits, Retry(attempts=1), key)
         try:
             look = sglang.probe if isinstance(section, SglangEngine) else probe
