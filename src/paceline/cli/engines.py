@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from paceline.config import EmbeddedEngine, RunConfig, SglangEngine
 from paceline.domain.events import EngineJoined, EngineLost
 from paceline.domain.ids import EngineId, Version
 from paceline.engines import sglang
-from paceline.engines.embedded.options import EngineOptions
+from paceline.engines.embedded.options import TOKEN_VARIABLE, EngineOptions
 from paceline.engines.http import HttpEngine, Limits, connect
 from paceline.errors import EngineError
 from paceline.ports import Engine
@@ -42,6 +43,8 @@ class RunEngines:
         self._run_dir = run_dir
         self._children = children
         self._inherit = inherit
+        self._token = secrets.token_hex(16)
+        """What our own engines want to see: other users of the machine reach the loopback address too."""
         self._processes: dict[EngineId, ChildProcess] = {}
         self._deaths: dict[EngineId, int] = {}
         self._back: dict[EngineId, asyncio.Event] = {}
@@ -116,7 +119,7 @@ class RunEngines:
         if isinstance(section, EmbeddedEngine):
             await self._close_process(number)
             child = await self._start_process(section, number, version, weights)
-            return await self._connect(number, child.ready["url"], section.max_num_seqs, Limits(), None)
+            return await self._connect(number, child.ready["url"], section.max_num_seqs, Limits(), self._token)
         key = os.environ.get(section.api_key_env) if section.api_key_env else None
         limits = Limits(request_s=section.request_s)
         return await self._connect(number, section.urls[number], section.max_connections, limits, key)
@@ -164,6 +167,7 @@ class RunEngines:
             name=f"engine-{number}",
             log_path=self._run_dir / "logs" / f"engine-{number}.log",
             start_s=section.start_s,
+            env={TOKEN_VARIABLE: self._token},
             error=EngineError,
             inherit=self._inherit,
         )
