@@ -298,7 +298,7 @@ def test_modules_of_ours_that_the_checks_use_are_imported_before_their_threads_s
         "    used = {n.module for n in tree if isinstance(n, ast.ImportFrom)}\n"
         "    print(sorted(m for m in used if m.startswith('paceline.') and m not in sys.modules))\n"
         "    return []\n"
-        "checks.examine, checks.checks_of = examine, lambda loaded: {}\n"
+        "checks.examine, checks.checks_of = examine, lambda loaded, probe_s: {}\n"
         "asyncio.run(checks.diagnose(None))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
