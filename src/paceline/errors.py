@@ -5,6 +5,12 @@ A message names the thing, gives the two facts that disagree, and says what to d
 
 from __future__ import annotations
 
+import sysconfig
+from pathlib import Path
+
+_OURS = str(Path(__file__).parent)
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
 
 class PacelineError(Exception):
     """Base of every error this package raises on purpose."""
@@ -47,8 +53,22 @@ class InvariantError(PacelineError):
 
 
 def said_by(error: BaseException) -> str:
-    """Type and text of an error that anybody's code raised: asking it for its text may raise, too."""
+    """Type, text and place of an error that anybody's code raised: asking it for its text may raise, too."""
     try:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}{_place(error)}"
     except Exception as broken:
         return f"{type(error).__name__} (its text raises {type(broken).__name__})"
+
+
+def _place(error: BaseException) -> str:
+    """` (file:line)` of the user's code that raised `error`, perhaps by way of a library; empty if it was ours."""
+    place = ""
+    step = error.__traceback__
+    while step is not None:
+        path = step.tb_frame.f_code.co_filename
+        if path.startswith(_OURS):
+            place = ""
+        elif not path.startswith((*_LIBRARIES, "<")):
+            place = f" ({Path(path).name}:{step.tb_lineno})"
+        step = step.tb_next
+    return place

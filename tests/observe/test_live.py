@@ -13,7 +13,7 @@ from paceline.domain import events as on
 from paceline.domain.ids import RolloutId
 from paceline.domain.rollout import Outcome, Rollout
 from paceline.domain.task import TaskRef
-from paceline.observe.live import LiveView, News, PlainView, one_line, open_view, sparkline
+from paceline.observe.live import LiveView, News, PlainView, one_line, open_view, sparkline, spread
 from paceline.observe.monitor import Monitor
 from paceline.observe.run import RunFolds, held_out, summary
 
@@ -132,6 +132,30 @@ def test_foreign_text_cannot_command_the_terminal() -> None:
 @pytest.mark.parametrize(("values", "expected"), [([], ""), ([1.0], "▁"), ([0, 1], "▁█"), ([2, 2, 2], "▁▁▁")])
 def test_a_sparkline_spans_its_own_range(values: list[float], expected: str) -> None:
     assert sparkline(values) == expected
+
+
+def test_a_sparkline_shows_a_long_run_from_its_first_value_to_its_last() -> None:
+    assert spread(range(100), 4) == [0, 33, 66, 99]
+    assert spread(range(3), 4) == [0, 1, 2]
+    line = sparkline(range(1000))
+    assert (len(line), line[0], line[-1]) == (20, "▁", "█")
+
+
+def test_columns_stay_where_they_are_when_values_change() -> None:
+    def column(share: float) -> int:
+        out = Console(file=io.StringIO(), force_terminal=True, width=110)
+        views: list[LiveView] = []
+
+        def view_of(folds: RunFolds) -> LiveView:
+            views.append(LiveView(folds, out, max_steps=8, clock=lambda: 0.0))
+            return views[0]
+
+        watch(World(Shape(steps=8)), view_of, share=share)
+        shown = io.StringIO()
+        Console(file=shown, width=110).print(views[0].panel())
+        return next(line.index("in flight") for line in shown.getvalue().splitlines() if "in flight" in line)
+
+    assert column(0.3) == column(0.6) == column(0.9)
 
 
 def test_the_summary_has_what_scripts_ask_for() -> None:

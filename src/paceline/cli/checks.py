@@ -118,7 +118,7 @@ def _model(config: RunConfig) -> list[Finding]:
                 "warning",
                 f"model {config.model.name} is fetched from the hub when the run starts",
                 "nothing of it is here yet, so its tokenizer and its lengths were not checked",
-                f"fetch it first: huggingface-cli download {config.model.name}",
+                f"fetch it first: hf download {config.model.name}",
             )
         ]
     if not (directory / "config.json").is_file():

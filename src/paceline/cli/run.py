@@ -115,7 +115,7 @@ def start(
             run_id, goes_on, notes = resumption(run_dir, config)
             for note in notes:
                 _say(note)
-            _say(f"going on in {run_dir} behind step {goes_on.step if goes_on else 0}")
+            _say(f"going on in {run_dir} after step {goes_on.step if goes_on else 0}")
         open_run(
             run_dir,
             run_id,

@@ -213,9 +213,12 @@ class DeadStreak:
         if self.length > self._limit:
             counts = ", ".join(f"{kind} {count}" for kind, count in self._kinds.most_common())
             last = f"; the last error was: {self._last_error}" if self._last_error else ""
+            alike = (
+                "; zero_signal: all rollouts of a group had the same advantage, as when all rewards are equal"
+            )
             raise NoProgressError(
                 f"{self.length} groups in a row brought nothing to train, more than batch.dead_group_limit "
-                f"{self._limit}: {counts}{last}"
+                f"{self._limit}: {counts}{last}{alike if 'zero_signal' in self._kinds else ''}"
             )
 
 

@@ -145,7 +145,7 @@ class Core:
         self.turns.house_the_homeless()
         if self._draining is None and self.cut >= self.setup.max_steps:
             # Resumed when only the last weights, evals or the end itself were missing.
-            self._drain(f"step {self.cut} of {self.setup.max_steps} was cut before", "surplus")
+            self._drain(f"step {self.cut} was the last", "surplus")
         return True
 
     def _policy_published(self, event: on.PolicyPublished) -> bool:
@@ -343,7 +343,7 @@ class Core:
         self._cancel_stale()
         self.account.check()
         if step == self.setup.max_steps:
-            self._drain(f"the last batch, step {step}, was cut", "surplus")
+            self._drain(f"step {step} was the last", "surplus")
 
     def _sweep_list(self) -> None:
         """Drop from the list (or mask) what the batch being collected could only train beyond the bound."""

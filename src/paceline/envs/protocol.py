@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from paceline.domain.ids import RolloutId
 from paceline.domain.rollout import Finish, Limit
 from paceline.domain.task import Split, Task
-from paceline.errors import EnvError
+from paceline.errors import EnvError, said_by
 
 ChatMessage: TypeAlias = Mapping[str, Any]
 """`{"role": ..., "content": ...}`, and whatever else the chat template reads."""
@@ -301,7 +301,7 @@ class SingleTurnEnv(Environment):
         try:
             scored = await _called(self.blocking, ctx, self.score, task.data, text)
         except Exception as error:
-            raise ScoringError(f"score() raised {type(error).__name__}: {error}") from error
+            raise ScoringError(f"score() raised {said_by(error)}") from error
         return scored if isinstance(scored, Result) else Result(reward=scored)
 
 

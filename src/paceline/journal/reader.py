@@ -88,5 +88,7 @@ def read_rollouts(
 
 
 def _require(root: Path) -> None:
+    if not root.is_dir():
+        raise WireError(f"{root}: no such run directory")
     if not file_numbers(root, "log"):
         raise WireError(f"{root} holds no journal: {root / FOLDERS['log']} has no log file")

@@ -7,10 +7,11 @@ terminal delays nothing.
 from __future__ import annotations
 
 import os
+import termios
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 import msgspec
 from rich.bar import Bar
@@ -37,6 +38,7 @@ from paceline.observe.rows import Row
 from paceline.observe.run import RunFolds
 from paceline.observe.sinks.pump import Outbox
 
+_Value = TypeVar("_Value")
 _NOTE_S = 0.25
 _SPARK = "▁▂▃▄▅▆▇█"
 _COLOURS: dict[str, str] = {
@@ -144,14 +146,18 @@ class LiveView:
         self._events: deque[str] = deque(maxlen=5)
         self._news = News()
         self._next = 0.0
+        self._resuming = folds.run.status is not None
         self._noted_at = clock()
         self._notes = self._take_notes(0.0)
         self._live = Live(console=console, get_renderable=self.panel, refresh_per_second=4, transient=False)
+        self._restore = _hide_ctrl_c(console)
         self._live.start()
 
     def decided(self, at: float, event: Event, commands: Sequence[Command]) -> None:
         if (text := self._news.of(at, event)) is not None:
             self._events.append(f"{_seconds(at - (self._folds.run.opened_at or 0.0)):>7}  {text}")
+        if type(event) is RunOpened:
+            self._resuming = False
         if at >= self._next or (commands and type(commands[-1]) is FinishRun):
             self._next = at + _NOTE_S
             self._noted_at = self._clock()
@@ -164,6 +170,7 @@ class LiveView:
 
     def close(self) -> None:
         self._live.stop()
+        self._restore()
 
     def _take_notes(self, at: float) -> _Notes:
         folds = self._folds
@@ -171,9 +178,9 @@ class LiveView:
         held_out: dict[str, tuple[float, ...]] = {}
         for row in folds.training.evals:
             if (reward := row.values.get(f"eval/{row.env}/reward")) is not None:
-                held_out[row.env] = (*held_out.get(row.env, ())[-63:], reward)
-        recent = [steps[index] for index in range(max(0, len(steps) - 48), len(steps))]
-        seconds = [row.values["time/step_s"] for row in recent[-8:] if "time/step_s" in row.values]
+                held_out[row.env] = (*held_out.get(row.env, ()), reward)
+        recent = [steps[index] for index in range(max(0, len(steps) - 8), len(steps))]
+        seconds = [row.values["time/step_s"] for row in recent if "time/step_s" in row.values]
         last = steps[-1] if steps else None
         left = (self._max_steps - last.step) * sum(seconds) / len(seconds) if last and seconds else None
         settled = folds.account.settled_tokens()
@@ -183,7 +190,7 @@ class LiveView:
             at=at - (folds.run.opened_at or 0.0),
             step=last.step if last else 0,
             reward=tuple(
-                row.values["train/all/reward"] for row in recent if "train/all/reward" in row.values
+                row.values["train/all/reward"] for row in spread(steps) if "train/all/reward" in row.values
             ),
             held_out=held_out,
             values=last.values if last else {},
@@ -199,7 +206,7 @@ class LiveView:
     def panel(self) -> RenderableType:
         """What is drawn now."""
         notes, folds = self._notes, self._folds
-        running = folds.run.status is None
+        running = folds.run.status is None or self._resuming
         elapsed = notes.at + (self._clock() - self._noted_at if running else 0.0)
         left = f" · about {_seconds(notes.left_s)} left" if running and notes.left_s else ""
         head = Table.grid(padding=(0, 1), expand=True)
@@ -229,8 +236,9 @@ class LiveView:
     def _numbers(notes: _Notes) -> Table:
         get = notes.values.get
         table = Table.grid(padding=(0, 2), expand=True)
-        for shortest in (9, 0, 9, 0):  # labels are not given up for a long value
-            table.add_column(no_wrap=True, min_width=shortest)
+        for shortest, ratio in ((9, None), (0, 5), (9, None), (0, 4)):
+            # Labels are not given up for a long value, and columns stay where they are when values change.
+            table.add_column(no_wrap=True, min_width=shortest, ratio=ratio)
         cap = f" of {notes.cap}" if notes.cap else ""
         evals = f" + {notes.in_flight[1]} eval" if notes.in_flight[1] else ""
         left = [_trend("reward", notes.reward)]
@@ -320,9 +328,17 @@ def row_text(row: Row, max_steps: int) -> str:
     )
 
 
+def spread(values: Sequence[_Value], count: int = 20) -> list[_Value]:
+    """At most `count` of the values, evenly over all of them, first and last included."""
+    size = len(values)
+    return (
+        [values[round(k * (size - 1) / (count - 1))] for k in range(count)] if size > count else list(values)
+    )
+
+
 def sparkline(values: Sequence[float], width: int = 20) -> str:
-    """The last `width` values as blocks, scaled to their own range."""
-    shown = list(values)[-width:]
+    """`width` of the values as blocks, first and last among them, scaled to their own range."""
+    shown = spread(values, width)
     if not shown:
         return ""
     low, high = min(shown), max(shown)
@@ -352,7 +368,7 @@ def tokens_bar(tokens: dict[str, int], width: int = 60) -> RenderableType:
 
 def _held_out(env: str) -> str:
     """What an eval is called, which may say so itself."""
-    return env if env.startswith("held-out") else f"held-out {env}"
+    return env if "heldout" in env.replace("-", "") else f"held-out {env}"
 
 
 def _trend(name: str, values: Sequence[float]) -> tuple[str, RenderableType]:
@@ -384,3 +400,16 @@ def one_line(text: str) -> str:
     """Printable and short: errors quote foreign text, and no control character of it may reach a terminal."""
     clean = "".join(character if character.isprintable() else " " for character in text)
     return clean if len(clean) <= 160 else f"{clean[:160]}…"
+
+
+def _hide_ctrl_c(console: Console) -> Callable[[], None]:
+    """Keep a terminal from writing `^C` into the panel, which would shift it by a line; returns what undoes it."""
+    try:
+        terminal = console.file.fileno()
+        before = termios.tcgetattr(terminal)
+        hidden = [*before]
+        hidden[3] &= ~termios.ECHOCTL
+        termios.tcsetattr(terminal, termios.TCSANOW, hidden)
+    except (OSError, ValueError, termios.error):  # no terminal
+        return lambda: None
+    return lambda: termios.tcsetattr(terminal, termios.TCSANOW, before)

@@ -24,6 +24,8 @@ def attach(view: GroupView, answer: Advantages, algorithm: str) -> list[tuple[tu
 
     AlgorithmError, naming the algorithm, when the answer does not fit the view or is not finite.
     """
+    if not isinstance(answer, Advantages):
+        raise AlgorithmError(f"{algorithm}: advantages() must return Advantages, not {type(answer).__name__}")
     values = answer.values
     if len(values) != len(view):
         raise AlgorithmError(f"{algorithm}: advantages for {len(values)} members, of {len(view)}")
