@@ -69,7 +69,9 @@ def main() -> int:
             print(show(row), flush=True)
             missed += row["ok"] is False
             with RESULTS.open("a") as file:
-                file.write(json.dumps({**row, "machine": where, "at": time.strftime("%Y-%m-%dT%H:%M:%S")}) + "\n")
+                file.write(
+                    json.dumps({**row, "machine": where, "at": time.strftime("%Y-%m-%dT%H:%M:%S")}) + "\n"
+                )
     print(f"\n{where}; written to {RESULTS.name}" + (f"; {missed} missed their target" if missed else ""))
     return 0
 

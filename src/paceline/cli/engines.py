@@ -119,7 +119,9 @@ class RunEngines:
         if isinstance(section, EmbeddedEngine):
             await self._close_process(number)
             child = await self._start_process(section, number, version, weights)
-            return await self._connect(number, child.ready["url"], section.max_num_seqs, Limits(), self._token)
+            return await self._connect(
+                number, child.ready["url"], section.max_num_seqs, Limits(), self._token
+            )
         key = os.environ.get(section.api_key_env) if section.api_key_env else None
         limits = Limits(request_s=section.request_s)
         return await self._connect(number, section.urls[number], section.max_connections, limits, key)
