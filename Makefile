@@ -19,8 +19,10 @@ help:  ## this list
 # build: `make setup TORCH="torch --index-url <the index for CPU builds that PyTorch's install page names>"`.
 $(VENV)/.ready: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --disable-pip-version-check -q $(TORCH)
-	$(BIN)/pip install --disable-pip-version-check -q -e '.[train,dev]'
+	@$(BIN)/python -c 'import torch' 2>/dev/null || { echo "installing $(TORCH) into $(VENV), once: some minutes"; \
+		$(BIN)/pip install --disable-pip-version-check -q $(TORCH); }
+	@echo "installing paceline and what it needs into $(VENV)"
+	@$(BIN)/pip install --disable-pip-version-check -q -e '.[train,dev]'
 	@touch $@
 
 setup: $(VENV)/.ready  ## make the virtual environment

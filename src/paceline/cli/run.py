@@ -212,7 +212,8 @@ def execute(
         print(f"error: {status.status.reason}", file=sys.stderr, flush=True)
         for note in getattr(error, "__notes__", ()):
             print(f"  {note}", file=sys.stderr, flush=True)
-    _say(f"{status.status.status}: {run_dir}")
+    more = "; --resume goes on" if status.status.status == "stopped" else ""
+    _say(f"{status.status.status}: {run_dir}{more}")
     told = summary(folds, wall_s=time.monotonic() - began)
     told |= {"run_dir": str(run_dir), "status": status.status.status, "reason": status.status.reason}
     return Outcome(told, code, error)
