@@ -158,6 +158,16 @@ def test_sigterm_is_like_ctrl_c(tmp_path: Path) -> None:
     goes_on_to(tmp_path, numbers(run.run_dir)[0][-1] + 1)
 
 
+def test_a_signal_that_is_sent_twice_at_once_counts_once(tmp_path: Path) -> None:
+    run = CommandLine(tmp_path, **LONG)
+    run.when_trained(1)
+    run.interrupt(signal.SIGTERM)
+    time.sleep(0.02)
+    run.interrupt(signal.SIGTERM)
+    assert run.end(within_s=15) == 0, run.said
+    assert (run.status.status, run.status.reason) == ("stopped", "SIGTERM")
+
+
 def test_s79_nothing_is_left_of_a_killed_run_and_it_goes_on_at_once(tmp_path: Path) -> None:
     run = CommandLine(tmp_path, **LONG)
     run.when_trained(3)

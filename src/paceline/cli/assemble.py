@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -66,6 +67,8 @@ _FAILED_SAVE_S = 2.0
 """The same, when the run failed: people wait for the cause, and the batches since its last checkpoint are kept."""
 _TERM_S = 1.0
 """Between asking a process to end and making it."""
+_SAME_SIGNAL_S = 0.1
+"""A signal that comes again sooner is the same one: `timeout` sends its own to a process, and to the group it is in."""
 _HARD_S = 1.5
 """What is left of a run this long after its time to stop is cut off, whatever it does."""
 _FAILED_S = 8.0
@@ -448,12 +451,14 @@ class Assembly:
             yield  # signals reach the main thread alone; whoever runs us in another looks after them
             return
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        heard = 0
+        heard, at = 0, 0.0
 
         def hear(number: int, _frame: object) -> None:
             # Not in the loop: code of an environment may be holding that up, for ever even.
-            nonlocal heard
-            heard += 1
+            nonlocal heard, at
+            if heard and time.monotonic() - at < _SAME_SIGNAL_S:
+                return
+            heard, at = heard + 1, time.monotonic()
             self._cut_off_in(self.config.run.drain_s + _HARD_S if heard == 1 else _TERM_S + _HARD_S)
             loop.call_soon_threadsafe(self._stop, names[signal.Signals(number)], task)
 

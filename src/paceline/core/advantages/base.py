@@ -78,7 +78,9 @@ class Algorithm(Protocol):
     """Derive from this (or just look like it) and name your class in the config as `module:Class`."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """What errors call it; its class's name by default."""
+        return type(self).__name__
 
     def requests(self, view: GroupView) -> Sequence[ServiceRequest]:
         """What must be fetched before `advantages` can be computed; nothing by default."""
