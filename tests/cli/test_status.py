@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from paceline.cli.status import StatusFile, describe
 from paceline.cli.status import how_it_stands as read_status
 from paceline.errors import ConfigError, EngineError, WireError
+from paceline.transport import layout
 
 
 @pytest.mark.parametrize("where", ["set-up", "step 3", "during save", "during finalise"])
@@ -86,3 +88,30 @@ def test_a_cause_is_told_with_its_error() -> None:
     error = EngineError("engine e0 is lost")
     error.__cause__ = OSError("no route to host")
     assert describe(error) == "engine e0 is lost (because of OSError: no route to host)"
+
+
+def test_s81_a_full_disk_has_room_for_the_final_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = StatusFile(tmp_path, run_id="r" * 100)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(layout, "write_file", full)
+    assert status.finish("stopped", "x") == 0
+    written = read_status(tmp_path)
+    assert (written.status, written.reason, written.exit_code) == ("stopped", "x", 0)
+
+
+def test_a_cause_is_not_lost_because_it_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = StatusFile(tmp_path)
+
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(layout, "write_file", broken)
+    assert status.fail(RuntimeError("the cause")) == 1
+    assert status.status.reason == "RuntimeError: the cause"

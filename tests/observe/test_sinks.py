@@ -227,6 +227,14 @@ def test_a_taken_port_is_a_config_error() -> None:
     first.close()
 
 
+def test_the_port_of_a_run_that_was_scraped_is_free_for_the_next_one() -> None:
+    first = PrometheusSink("127.0.0.1", 0)
+    port = int(first.url.rsplit(":", 1)[1].partition("/")[0])
+    scrape(first.url)  # the server ends the connection, and its end of it stays for a while
+    first.close()
+    PrometheusSink("127.0.0.1", port).close()
+
+
 @pytest.mark.parametrize(
     ("host", "is_local"),
     [("127.0.0.1", True), ("::1", True), ("localhost", True), ("127.9.9.9", True), ("0.0.0.0", False), ("::", False), ("box", False)],

@@ -359,9 +359,9 @@ def _run_dir(config: RunConfig) -> list[Finding]:
                 "choose another run.dir",
             )
         ]
-    free, needed = shutil.disk_usage(existing).free, _disk_needed(config)
+    free, needed = shutil.disk_usage(existing).free, max(_disk_needed(config), _SMALL_DISK)
     facts = f"{free / 1e9:.1f} GB free at {existing}, about {needed / 1e9:.1f} GB needed"
-    if free < max(needed, _SMALL_DISK):
+    if free < needed:
         return [
             Finding(
                 "error" if free < _SMALL_DISK else "warning",

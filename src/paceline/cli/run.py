@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -116,14 +118,19 @@ def start(
             for note in notes:
                 _say(note)
             _say(f"going on in {run_dir} after step {goes_on.step if goes_on else 0}")
-        open_run(
-            run_dir,
-            run_id,
-            resume_step=None if resume is None else (goes_on.step if goes_on else 0),
-            trained=goes_on.trained if goes_on else None,
-            steps=config.run.max_steps,
-        )
-        (run_dir / CONFIG_FILE).write_text(dump(config, loaded.provenance), encoding="utf-8")
+        try:
+            open_run(
+                run_dir,
+                run_id,
+                resume_step=None if resume is None else (goes_on.step if goes_on else 0),
+                trained=goes_on.trained if goes_on else None,
+                steps=config.run.max_steps,
+            )
+            (run_dir / CONFIG_FILE).write_text(dump(config, loaded.provenance), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"{run_dir} cannot be written: {error}; mend that, or choose another with --run.dir"
+            ) from error
         return execute(config, run_dir, run_id, goes_on, plain=plain, lock_fd=lock.fd, may_exit=may_exit)
 
 
@@ -203,7 +210,7 @@ def execute(
             code = status.finish("stopped", str(stopped))
         except StoppedTwice as stopped:
             error, code = stopped, status.finish("stopped", str(stopped), code=INTERRUPTED)
-        except PacelineError as failure:
+        except (PacelineError, OSError) as failure:
             error, code = failure, status.fail(failure)
         finally:
             assembly.close()
@@ -212,6 +219,8 @@ def execute(
         print(f"error: {status.status.reason}", file=sys.stderr, flush=True)
         for note in getattr(error, "__notes__", ()):
             print(f"  {note}", file=sys.stderr, flush=True)
+        if os.strerror(errno.ENOSPC) in status.status.reason:
+            _say(f"  free some space at {run_dir}, then go on with --resume {run_dir}")
     more = "; --resume goes on" if status.status.status == "stopped" else ""
     _say(f"{status.status.status}: {run_dir}{more}")
     told = summary(folds, wall_s=time.monotonic() - began)

@@ -36,7 +36,12 @@ class RunLock:
 
     def __init__(self, run_dir: Path, say: Callable[[str], None], *, wait_s: float = _LOCK_WAIT_S) -> None:
         """Waits a moment for the processes of a run that was killed. ConfigError when somebody runs it."""
-        self.fd = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            self.fd = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigError(
+                f"{run_dir} cannot be written: {error}; mend that, or choose another with --run.dir"
+            ) from error
         try:
             self._take(run_dir, say, wait_s)
         except BaseException:

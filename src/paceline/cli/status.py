@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import time
@@ -89,7 +90,9 @@ class StatusFile:
         self._status = msgspec.structs.replace(
             self._status, status=status, reason=reason, exit_code=code, ended=self._clock()
         )
-        write_status(self._run_dir, self._status)
+        # The cause is told all the same when the disk is gone that it should be written to.
+        with contextlib.suppress(OSError):
+            write_status(self._run_dir, self._status)
         return code
 
 

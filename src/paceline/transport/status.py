@@ -6,6 +6,7 @@ run id, so that leftovers of another run are noticed before anybody trains on th
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -64,8 +65,16 @@ def read_status(run_dir: Path | str) -> RunStatus | None:
 
 
 def write_status(run_dir: Path | str, status: RunStatus) -> None:
-    """Replace the run's status, durably and in one step."""
-    replace_file(Path(run_dir) / STATUS, msgspec.json.encode(status) + b"\n")
+    """Replace the run's status, durably and in one step; in its own place where there is no room for a second file."""
+    path, data = Path(run_dir) / STATUS, msgspec.json.encode(status) + b"\n"
+    try:
+        replace_file(path, data)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not path.exists():
+            raise
+        with path.open("r+b") as file:  # its block is there already
+            file.write(data)
+            file.truncate()
 
 
 def open_run(

@@ -190,6 +190,10 @@ async def test_bad_json_and_an_unknown_model_are_refused(client: Client) -> None
     for body in (b"{nonsense", b'{"prompt": [5], "user": "\xff"}', b""):
         async with client.session.post("/v1/completions", data=body) as reply:
             assert reply.status == 400
+    deep = b"[" * 10_000 + b"]" * 10_000
+    for path, body in (("/v1/completions", b'{"prompt": %b}'), ("/abort_requests", b'{"request_ids": %b}')):
+        async with client.session.post(path, data=body % deep) as reply:
+            assert reply.status == 400, path
     assert "'other'" in await client.post("/v1/completions", {"prompt": [5], "model": "other"}, status=404)
     assert "sampling_params" in await client.post("/inference/v1/generate", {"token_ids": [5]}, status=400)
 

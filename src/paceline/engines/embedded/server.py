@@ -165,7 +165,7 @@ class Server:
             return _error(401, "a Bearer token is needed")
         try:
             return await handler(request)
-        except (RequestError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (RequestError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             return _error(400, str(error))
         except (ConfigError, WireError) as error:
             return _error(422, str(error))

@@ -114,6 +114,8 @@ def _guard(app: Any, token: str | None) -> Wsgi:
 class _Server(WSGIServer):
     def server_bind(self) -> None:
         # The standard one asks DNS for the machine's name, which may take seconds where there is none.
+        # Else the port is taken for a minute after a run that was scraped, by connections that have ended.
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
