@@ -20,7 +20,14 @@ from paceline.domain import commands as do
 from paceline.domain import events as on
 from paceline.domain.task import Task
 from paceline.envs import Context, Model, Result
-from paceline.errors import EngineError, InvariantError, NoProgressError, PacelineError, TrainerError
+from paceline.errors import (
+    EngineError,
+    EnvError,
+    InvariantError,
+    NoProgressError,
+    PacelineError,
+    TrainerError,
+)
 from paceline.journal.lines import line_of
 from paceline.ports import GenerateRequest
 from paceline.runtime.driver import ComponentFailed
@@ -524,3 +531,16 @@ def test_s01_members_that_cancel_their_own_task_do_not_stall_the_run() -> None:
     run = run_driver(setup_for(seq_len=512), {"env": ScriptedEnv(cancels_itself)}, max_seconds=1000)
     assert run.finish is not None
     assert run.finish.status == "done"
+
+
+def test_a_rollout_that_never_stops_ends_the_run_by_its_name() -> None:
+    async def deaf(task: Task, model: Model, ctx: Context) -> Result:
+        for _ in range(80):  # seconds enough; a test must come to its end
+            with contextlib.suppress(asyncio.CancelledError):
+                await ctx.sleep(1e9)
+        raise AssertionError
+
+    with pytest.raises(
+        EnvError, match=r"rollout g\d+.* of env 'env' did not stop within 300 s of being cancelled"
+    ):
+        run_driver(setup_for(seq_len=512), {"env": ScriptedEnv(deaf)}, limits=Limits(deadline_s=10))

@@ -81,6 +81,15 @@ def test_a_checkpoint_cannot_run_code(model_dir: Path, tmp_path: Path) -> None:
         load_checkpoint(Trainer(model_dir, SETTINGS), tmp_path / "v00000001")
 
 
+@pytest.mark.parametrize("left", [0, 1000])
+def test_a_damaged_checkpoint_is_named_with_what_to_do(model_dir: Path, tmp_path: Path, left: int) -> None:
+    save_checkpoint(Trainer(model_dir, SETTINGS), tmp_path, 3)
+    (file,) = tmp_path.rglob("trainer.pt")
+    file.write_bytes(file.read_bytes()[:left])
+    with pytest.raises(TrainerError, match="remove it to go on from the one before"):
+        load_checkpoint(Trainer(model_dir, SETTINGS), file.parent)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_published_version_is_a_model_directory(model_dir: Path, tmp_path: Path, dtype: str) -> None:
     of = Trainer(model_dir, SETTINGS)

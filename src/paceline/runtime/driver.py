@@ -163,6 +163,7 @@ class Driver:
                 for event in joined:
                     self._inbox.post(event)
                 self._inbox.on_event(self._drain)
+                self._runner.on_stuck = self.fail
                 self._runner.is_sole_canceller = True
                 try:
                     finish = await self._finish

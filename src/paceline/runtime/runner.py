@@ -36,7 +36,7 @@ from paceline.domain.rollout import COMPLETED, CancelCause, FailureCause, Limit,
 from paceline.domain.task import Split, Task
 from paceline.envs.protocol import Context, InfrastructureError, Result, RolloutTruncated, ScoringError
 from paceline.envs.text import cut_text
-from paceline.errors import EngineError, InvariantError, said_by
+from paceline.errors import EngineError, EnvError, InvariantError, said_by
 from paceline.ports import Engine
 from paceline.runtime.gate import TurnGate
 from paceline.runtime.model import EnvRuntime, ModelCalls
@@ -44,6 +44,10 @@ from paceline.runtime.model import EnvRuntime, ModelCalls
 STOP_S: Final = 5.0
 """Seconds an aborted engine request has to come back with its tokens, and a cancelled environment to clean up, before
 it is cancelled (again)."""
+
+STUCK_S: Final = 300.0
+"""Seconds of being cancelled again and again after which a rollout does not stop: its place is lost, and with enough of
+them the run would wait for ever."""
 
 _PERMANENT: Final = (
     FileNotFoundError,
@@ -83,6 +87,8 @@ class RolloutRunner:
         self._early: dict[RolloutId, CancelCause] = {}  # cancelled before their task has taken its first step
         self.is_sole_canceller = False
         """True while nobody cancels the tasks of `run` but through `cancel`: what else cancels one is its environment."""
+        self.on_stuck: Callable[[EnvError], None] = lambda error: None
+        """Told of a rollout that did not stop for `STUCK_S`."""
 
     @property
     def running(self) -> int:
@@ -129,6 +135,7 @@ class _Run:
         "_clock",
         "_command",
         "_ctx",
+        "_insisted",
         "_loop",
         "_model",
         "_runner",
@@ -168,6 +175,7 @@ class _Run:
         self._timer = self._loop.call_later(shared.limits.deadline_s, self._pass_deadline)
         self._abort: asyncio.Task[None] | None = None
         self._cancels = 0  # of our own task, by us
+        self._insisted = 0
 
     async def to_its_end(self) -> Rollout:
         try:
@@ -365,6 +373,15 @@ class _Run:
     def _insist(self) -> None:
         self._timer.cancel()
         self._timer = self._loop.call_later(STOP_S, self._insist)
+        self._insisted += 1
+        if self._insisted * STOP_S > STUCK_S:
+            self._insisted = 0
+            self._runner.on_stuck(
+                EnvError(
+                    f"rollout {self._command.rollout} of env {self._command.task.env!r} did not stop within "
+                    f"{STUCK_S:g} s of being cancelled: its code catches CancelledError and goes on; let that pass"
+                )
+            )
         self._cancels += 1
         self._task.cancel()
 

@@ -50,8 +50,11 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
         trainer.model.load_state_dict(saved["model"])
         trainer.optimizer.load_state_dict(saved["optimizer"])
         trainer.version = int(saved["version"])
-    except (OSError, KeyError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
-        raise TrainerError(f"checkpoint {path} cannot be loaded into this model: {error}") from error
+    except (OSError, EOFError, KeyError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
+        raise TrainerError(
+            f"checkpoint {path} cannot be loaded into this model: {error}; if it is damaged, remove it to go on from "
+            "the one before"
+        ) from error
 
 
 def latest_checkpoint(root: Path) -> Path | None:
