@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import sys
 import time
 from typing import Any
@@ -61,4 +63,16 @@ class Busy(Words):
             pass
 
 
-__all__ = ["Busy", "Constant", "Environment", "Raising", "Stuck", "Words"]
+class Failing(Stuck):
+    """Ends the run while a rollout of its holds on."""
+
+    async def rollout(self, task: Task, model: Model, ctx: Context) -> Result:
+        await model.chat("reverse: ab")
+        if ctx.rollout.group % 2:
+            raise ValueError("no sandbox")
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(600)
+
+
+__all__ = ["Busy", "Constant", "Environment", "Failing", "Raising", "Stuck", "Words"]

@@ -140,6 +140,14 @@ def test_work_that_hangs_cannot_keep_a_run_from_stopping(tmp_path: Path) -> None
     assert run.status.status == "stopped"
 
 
+def test_a_run_that_fails_tells_the_cause_although_its_work_does_not_stop(tmp_path: Path) -> None:
+    run = CommandLine(tmp_path, env__0__id="e2e_envs:Failing", batch__dead_group_limit=1, **LONG)
+    assert run.end(within_s=60) == 1
+    assert (run.status.status, run.status.exit_code) == ("failed", 1)
+    assert "no sandbox" in run.status.reason
+    assert "no sandbox" in run.said
+
+
 def test_sigterm_while_it_starts_ends_it(tmp_path: Path) -> None:
     run = CommandLine(tmp_path, **LONG)
     run.when(lambda: len(run.children()) >= 2)

@@ -492,8 +492,10 @@ class Assembly:
         if self._driver is not None:
             self._driver.fail(StoppedTwice(why))
 
-    def _failing(self) -> None:
+    def _failing(self, error: BaseException) -> None:
         if not self._stops:
+            if self._cut_off is not None:
+                self._cut_off.cause = error
             self._cut_off_in(_FAILED_S)
 
     def _cut_off_in(self, seconds: float) -> None:
@@ -510,6 +512,8 @@ class CutOff:
     def __init__(self, status: StatusFile, children: list[ChildProcess]) -> None:
         self._status, self._children = status, children
         self._timer: threading.Timer | None = None
+        self.cause: BaseException | None = None
+        """What ended the run, when that is known and its work is still being stopped."""
 
     def within(self, seconds: float) -> None:
         """Not later than that; a later call sets a new time."""
@@ -524,6 +528,8 @@ class CutOff:
 
     def _end(self, seconds: float) -> None:
         why = f"something did not stop within {seconds:g} s, and was cut off"
+        if self.cause is not None:
+            self._status.fail(self.cause)
         before = self._status.status
         code = self._status.finish("stopped", why, code=INTERRUPTED)
         if code == 0:  # it had ended, but for what does not stop

@@ -185,9 +185,9 @@ class Driver:
             self._failure = error
             self._finish.set_exception(error)
 
-    def when_failing(self, tell: Callable[[], None]) -> None:
-        """Call `tell` as soon as something ends the run with an error: work is still being stopped then."""
-        self._finish.add_done_callback(lambda _: tell() if self._failure is not None else None)
+    def when_failing(self, tell: Callable[[BaseException], None]) -> None:
+        """Call `tell` as soon as an error ends the run: work is still being stopped then."""
+        self._finish.add_done_callback(lambda _: tell(self._failure) if self._failure is not None else None)
 
     async def _flush(self) -> None:
         try:
