@@ -7,10 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.admission import FixedCap
-from paceline.core.fleet import EngineState, Fleet
+from paceline.core.fleet import SILENT_READINGS, EngineState, Fleet
+from paceline.domain import commands as do
+from paceline.domain import events as on
 from paceline.domain.events import EngineJoined, WeightsLoaded
-from paceline.domain.load import EngineInfo
+from paceline.domain.load import EngineInfo, EngineLoad
 from paceline.errors import InvariantError
+from paceline.testing import Script, World, setup_for
 
 
 def fleet_of(*versions: int, cap: int = 4) -> Fleet:
@@ -146,3 +149,20 @@ def test_what_to_count_on_never_falls_and_is_never_newer_than_published(steps: l
         pending += [WeightsLoaded(e, newest, 0.0) for e in publish(fleet, newest)]
         assert before <= fleet.held <= newest
         before = fleet.held
+
+
+def test_an_engine_that_falls_silent_is_taken_out_and_asked_to_come_back() -> None:
+    world = World(setup_for(), Script(seconds=lambda _r, _t: 1e6))
+    world.post(on.LoadReported("e0", EngineLoad(0, 0, 0.0, 0)))
+    for _ in range(SILENT_READINGS - 1):
+        world.post(on.LoadReported("e0", None))
+    assert not world.trace.commands(do.ReviveEngine)
+    world.post(on.LoadReported("e0", None))
+    assert "not answered" in world.trace.commands(do.ReviveEngine)[0].reason
+
+
+def test_an_engine_that_has_no_metrics_is_not_taken_for_silent() -> None:
+    world = World(setup_for(), Script(seconds=lambda _r, _t: 1e6))
+    for _ in range(3 * SILENT_READINGS):
+        world.post(on.LoadReported("e0", None))
+    assert not world.trace.commands(do.ReviveEngine)

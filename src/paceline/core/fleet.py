@@ -17,6 +17,10 @@ from paceline.errors import EngineError, InvariantError
 FAILED_CALLS = 3
 """Calls in a row that may fail before an engine is taken out."""
 
+SILENT_READINGS = 12
+"""Readings of its metrics in a row that an engine may leave unanswered before it is taken out. One that hangs fails no
+call for as long as its clients are patient; a reading gives up after seconds."""
+
 LOAD_ATTEMPTS = 3
 """Times an engine may fail to load a version before it is taken out."""
 
@@ -40,6 +44,8 @@ class EngineState:
         "parked",
         "parked_line",
         "ready",
+        "silent_readings",
+        "speaks",
         "strays",
         "waiting",
         "working_tokens",
@@ -72,6 +78,10 @@ class EngineState:
         """Cap and reason that the journal knows."""
         self.calls_to_stop = 0
         """Calls of cancelled rollouts that have not stopped: they must, before its weights may change."""
+        self.speaks = False
+        """Whether it has ever answered a reading of its metrics; not every engine has any."""
+        self.silent_readings = 0
+        """Readings in a row without an answer."""
         self.failed_calls = 0
         """Calls in a row that failed."""
         self.strays = 0

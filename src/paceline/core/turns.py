@@ -12,7 +12,7 @@ from heapq import heappop, heappush, nlargest
 
 from paceline.core.accounting import Account
 from paceline.core.admission import Admission
-from paceline.core.fleet import FAILED_CALLS, LOAD_ATTEMPTS, EngineState, Fleet
+from paceline.core.fleet import FAILED_CALLS, LOAD_ATTEMPTS, SILENT_READINGS, EngineState, Fleet
 from paceline.core.flights import Flight, Flights
 from paceline.core.outbox import Outbox
 from paceline.core.setup import CoreSetup
@@ -65,6 +65,7 @@ class Turns:
         engine = self._fleet[event.engine]
         admission = self._admission
         admission.observe(engine, event.load, self._out.now)
+        self._listen(engine, event)
         if self._learner is None:
             return
         self._note_cap(engine)
@@ -73,6 +74,15 @@ class Turns:
             self._shed(engine, excess, admission.reason(engine.id))
         self.resume_parked(engine)
         self.release_gate(engine)
+
+    def _listen(self, engine: EngineState, event: on.LoadReported) -> None:
+        """An engine that has spoken before and falls silent hangs, unless it is busy loading weights."""
+        if event.load is not None:
+            engine.speaks, engine.silent_readings = True, 0
+        elif engine.speaks and engine.out is None and engine.loading is None:
+            engine.silent_readings += 1
+            if engine.silent_readings >= SILENT_READINGS:
+                self.take_out(engine, f"it has not answered {engine.silent_readings} readings of its metrics")
 
     def turn_requested(self, event: on.TurnRequested) -> None:
         flight = self._flights[event.rollout]
