@@ -79,6 +79,9 @@ class Link:
         self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] = _JSON
     ) -> Answer:
         """One try, without a time limit of its own. Raises LinkLost."""
+        if self._session.closed:
+            # The engine was replaced while this call, or its retry, was on its way.
+            raise LinkLost("this client was closed", arrived=False)
         url = self._paths.get(path)
         if url is None:
             url = self._paths[path] = yarl.URL(self.url + path, encoded=True)
