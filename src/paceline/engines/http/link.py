@@ -95,6 +95,10 @@ class Link:
                 return Answer(reply.status, content, retry_after_s(reply.headers.get("Retry-After")))
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise LinkLost(f"cannot connect: {_cause(error)}", arrived=False) from error
+        except RuntimeError as error:
+            if not self._session.closed:
+                raise
+            raise LinkLost("this client was closed", arrived=True) from error
         except (aiohttp.ClientError, OSError) as error:
             raise LinkLost(f"the connection broke: {_cause(error)}", arrived=True) from error
 
