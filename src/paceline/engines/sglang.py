@@ -14,7 +14,6 @@ as random, and are not repeated by giving a run the same seed.
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from typing import Any
@@ -38,11 +37,10 @@ from paceline.engines.http.probe import (
     sample,
 )
 from paceline.engines.http.retry import Retry
+from paceline.engines.http.weights import expect_version, resumed_after
 from paceline.engines.http.wire import Span, checked, error_text, excerpt, label_of, version_of, version_runs
 from paceline.errors import EngineError
 from paceline.ports import GenerateReply, GenerateRequest, SamplingParams, WeightCheck
-
-log = logging.getLogger(__name__)
 
 ROUTE = "/generate"
 _REMEDIES = Remedies(
@@ -199,7 +197,7 @@ class SglangDialect:
 
     async def load_weights(self, version: Version, path: str) -> None:
         link = self._link
-        try:
+        async with resumed_after(self._resume):
             # Of requests in flight, those of a version without modes return as aborted and are continued.
             await link.demand("POST", "/pause_generation", {"mode": "retract"})
             label = label_of(version)
@@ -210,17 +208,7 @@ class SglangDialect:
                 within_s=link.limits.load_weights_s,
             )
             _succeeded(link, path, answer)
-            held = await read_version(link)
-            if held not in (None, version):
-                raise EngineError(f"{link.name}: was given v{version} from {path}, but says it holds v{held}")
-        except BaseException:
-            # Also when cancelled: a server left paused serves nobody, for ever.
-            try:
-                await self._resume()
-            except EngineError as error:
-                log.error("%s; it may still be paused", error)
-            raise
-        await self._resume()
+            expect_version(link, await read_version(link), version, path)
 
     async def _resume(self) -> None:
         await self._link.demand("POST", "/continue_generation", {})

@@ -10,6 +10,8 @@ Requests in flight freeze at the pause and go on under the new weights; their KV
 from __future__ import annotations
 
 import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from enum import Enum
 
 import msgspec
@@ -46,6 +48,27 @@ async def read_version(link: Link) -> Version | None:
         raise EngineError(f"{link.name}: /weight_info: {error}") from None
 
 
+def expect_version(link: Link, held: Version | None, version: Version, path: str) -> None:
+    """EngineError when a server that says what it holds holds something else than it was given."""
+    if held not in (None, version):
+        raise EngineError(f"{link.name}: was given v{version} from {path}, but says it holds v{held}")
+
+
+@asynccontextmanager
+async def resumed_after(resume: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    """Resume a paused server afterwards, whatever happens meanwhile; what went wrong goes on."""
+    try:
+        yield
+    except BaseException:
+        # Also when cancelled: a server left paused serves nobody, for ever.
+        try:
+            await resume()
+        except EngineError as error:
+            log.error("%s; it may still be paused", error)
+        raise
+    await resume()
+
+
 class WeightLoader:
     """Loads versions into one server; one load at a time is the caller's care."""
 
@@ -60,23 +83,13 @@ class WeightLoader:
         but what it holds is not to be trusted.
         """
         link, clear = self._link, "false" if self._keep_kv else "true"
-        try:
+        async with resumed_after(self._resume):
             paused = await link.call("POST", f"/pause?mode=keep&clear_cache={clear}")
             if paused.is_missing:
                 raise EngineError(f"{link.name}: cannot be paused, so cannot take new weights: {_DEV_MODE}")
             _succeeded(link, "/pause", paused)
             await self._load(version, path)
-            held = await read_version(link)
-            if held not in (None, version):
-                raise EngineError(f"{link.name}: was given v{version} from {path}, but says it holds v{held}")
-        except BaseException:
-            # Also when cancelled: a server left paused serves nobody, for ever.
-            try:
-                await self._resume()
-            except EngineError as error:
-                log.error("%s; it may still be paused", error)
-            raise
-        await self._resume()
+            expect_version(link, await read_version(link), version, path)
 
     async def _resume(self) -> None:
         await self._link.demand("POST", "/resume")
