@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 import pytest
 
-from paceline.core.admission import AdaptiveCap, Admission, Bounds, Controller, Holdings, PredictiveCap
+from paceline.core.admission import AdaptiveCap, Admission, Bounds, Holdings, PredictiveCap
 from paceline.core.flights import Flight
 from paceline.domain import commands as do
 from paceline.domain import events as on
@@ -40,7 +40,7 @@ def load(usage: float, running: int = 1, waiting: int = 0, preemptions: int = 0)
 OVERLOAD = EngineLoad(running=12, waiting=0, kv_usage=1.0, preemptions=0)
 
 
-class OneCut(Controller):
+class OneCut(Admission):
     """12, until a reading says that memory is full; then 8, and the excess is shed at once."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from paceline.config import EvalSection
-from paceline.core.admission.base import Controller
+from paceline.core.admission.base import Admission
 from paceline.core.processing import GroupRules
 from paceline.core.scheduler import Core
 from paceline.core.setup import CoreSetup
@@ -279,7 +279,7 @@ def test_what_a_lost_engine_was_loading_says_nothing_about_the_one_that_came_bac
     assert trace.finish.status == "done"
 
 
-class ParksOnce(Controller):
+class ParksOnce(Admission):
     """Room for four until it parks what it is told to."""
 
     def __init__(self) -> None:

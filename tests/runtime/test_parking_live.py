@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from paceline.core.admission import Controller, Holdings
+from paceline.core.admission import Admission, Holdings
 from paceline.domain import commands as do
 from paceline.domain.ids import EngineId
 from paceline.domain.load import EngineLoad
@@ -30,7 +30,7 @@ def engine() -> ScriptedEngine:
     return ScriptedEngine(answer=rest, seconds=lambda request: 0.5 * (len(rest(request)) + 1))
 
 
-class Halves(Controller):
+class Halves(Admission):
     """Takes half of what runs off at every third reading."""
 
     def __init__(self) -> None:

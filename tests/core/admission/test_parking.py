@@ -8,7 +8,7 @@ from random import Random
 import msgspec
 import pytest
 
-from paceline.core.admission import AdaptiveCap, Admission, Bounds, Controller, Holdings, PredictiveCap
+from paceline.core.admission import AdaptiveCap, Admission, Bounds, Holdings, PredictiveCap
 from paceline.core.processing import GroupRules
 from paceline.domain import commands as do
 from paceline.domain import events as on
@@ -17,7 +17,7 @@ from paceline.domain.load import EngineLoad
 from paceline.testing import Invariants, Plan, Script, World, chaos, setup_for, train_env
 
 
-class Moody(Controller):
+class Moody(Admission):
     """Changes its mind at every reading: any cap, any number to take off, any limit on turns."""
 
     def __init__(self, seed: int) -> None:
@@ -97,7 +97,7 @@ def test_a_run_ends_with_nothing_lost_under_any_controller(seed: int, kind: str)
     assert not any(e.parked or e.calls or e.in_flight for e in world.core.fleet.engines())
 
 
-class Narrow(Controller):
+class Narrow(Admission):
     """Room for one call of the contexts below, and no more."""
 
     def cap(self, engine: EngineId) -> int:

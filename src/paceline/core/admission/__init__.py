@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from paceline.core.admission.adaptive import AdaptiveCap
-from paceline.core.admission.base import Admission, Bounds, Controller, Holdings
+from paceline.core.admission.base import Admission, Bounds, Holdings
 from paceline.core.admission.fixed import FixedCap
 from paceline.core.admission.predictive import PredictiveCap
 
-__all__ = ["AdaptiveCap", "Admission", "Bounds", "Controller", "FixedCap", "Holdings", "PredictiveCap"]
+__all__ = ["AdaptiveCap", "Admission", "Bounds", "FixedCap", "Holdings", "PredictiveCap"]

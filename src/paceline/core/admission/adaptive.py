@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any, Final, Literal
 
-from paceline.core.admission.base import Bounds, Burst, Controller, Counter, Holdings
+from paceline.core.admission.base import Admission, Bounds, Burst, Counter, Holdings
 from paceline.core.admission.outside import OutsideView
 from paceline.core.flights import Flight
 from paceline.domain.ids import EngineId
@@ -189,7 +189,7 @@ class EngineCap:
             self.reason = self.outside.reason
 
 
-class AdaptiveCap(Controller):
+class AdaptiveCap(Admission):
     """The published rules, one state for each engine."""
 
     def __init__(self, bounds: Bounds | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -47,35 +48,31 @@ class Holdings(Protocol):
         ...
 
 
-class Admission(Protocol):
-    """Decides for each engine how many rollouts it may hold. Pure: `now` is given, nothing is awaited."""
+class Admission(ABC):
+    """Decides for each engine how many rollouts it may hold. Pure: `now` is given, nothing is awaited.
 
-    @property
-    def learns(self) -> bool:
-        """Whether it wants to hear of rollouts (`started` to `ended`); one that does not costs nothing."""
-        ...
+    What is not abstract is what a controller does when it has no opinion.
+    """
+
+    learns = True
+    """Whether it wants to hear of rollouts (`started` to `ended`); one that does not costs nothing."""
 
     def joined(self, info: EngineInfo) -> None:
         """A new engine, or one that is back."""
-        ...
 
     def observe(self, engine: Holdings, load: EngineLoad | None, now: float) -> None:
         """A reading of its metrics; None when it did not answer, which is never read as free."""
-        ...
 
     # ── what it is told, when it learns; each after the core has counted it ──
 
     def started(self, engine: Holdings, flight: Flight, now: float) -> None:
         """A rollout was placed on it, or a parked one goes on."""
-        ...
 
     def turn_asked(self, engine: Holdings, flight: Flight, now: float) -> None:
         """A rollout wants a call with `flight.context` tokens; `flight.continues` if it is the same turn's."""
-        ...
 
     def turn_granted(self, engine: Holdings, flight: Flight, now: float) -> None:
         """The call begins."""
-        ...
 
     def segment_ended(
         self,
@@ -88,91 +85,40 @@ class Admission(Protocol):
         now: float,
     ) -> None:
         """The call has ended; `flight.context` includes what it sampled."""
-        ...
 
     def ended(self, engine: Holdings, flight: Flight, now: float) -> None:
         """The rollout has ended and its permit is free."""
-        ...
 
     # ── what it answers ──
 
+    @abstractmethod
     def cap(self, engine: EngineId) -> int:
         """Rollouts it may hold now, at least 1."""
-        ...
 
+    @abstractmethod
     def room(self, engine: EngineId, active: int) -> int:
         """Rollouts that may start on it now, given what it holds; not above `cap - active`, may be negative."""
-        ...
 
     def turn_tokens(self, engine: EngineId) -> int | None:
         """Tokens of context that its calls may have together; None sets no limit. One call may always run."""
-        ...
+        return None
 
     def to_park(self, engine: EngineId, active: int) -> int:
         """Rollouts to take off it now. Asked once after each `observe`."""
-        ...
+        return 0
 
+    @abstractmethod
     def reason(self, engine: EngineId) -> str:
         """Why its cap is what it is, in words."""
-        ...
 
     # ── resuming ──
 
     def snapshot(self) -> dict[str, Any]:
         """What `restore` takes back; msgpack-able."""
-        ...
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what was learnt. Call before the first engine joins; state of another controller is ignored."""
-        ...
-
-
-class Controller:
-    """What a controller does when it has no opinion."""
-
-    learns = True
-
-    def joined(self, info: EngineInfo) -> None:
-        """Nothing to learn from it."""
-
-    def observe(self, engine: Holdings, load: EngineLoad | None, now: float) -> None:
-        """Nothing to learn from it."""
-
-    def started(self, engine: Holdings, flight: Flight, now: float) -> None:
-        """Nothing to learn from it."""
-
-    def turn_asked(self, engine: Holdings, flight: Flight, now: float) -> None:
-        """Nothing to learn from it."""
-
-    def turn_granted(self, engine: Holdings, flight: Flight, now: float) -> None:
-        """Nothing to learn from it."""
-
-    def segment_ended(
-        self,
-        engine: Holdings,
-        flight: Flight,
-        sampled: int,
-        cached: int,
-        seconds: float,
-        error: str | None,
-        now: float,
-    ) -> None:
-        """Nothing to learn from it."""
-
-    def ended(self, engine: Holdings, flight: Flight, now: float) -> None:
-        """Nothing to learn from it."""
-
-    def turn_tokens(self, engine: EngineId) -> int | None:
-        return None
-
-    def to_park(self, engine: EngineId, active: int) -> int:
-        return 0
-
-    def snapshot(self) -> dict[str, Any]:
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Nothing to go on from."""
+        """Go on from what was learnt. Call before the first engine joins; state of another controller is ignored."""
 
 
 class Bounds(msgspec.Struct, frozen=True):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from paceline.core.admission.base import Controller
+from paceline.core.admission.base import Admission
 from paceline.domain.ids import EngineId
 
 
-class FixedCap(Controller):
+class FixedCap(Admission):
     """The same cap for every engine, whatever it says."""
 
     learns = False

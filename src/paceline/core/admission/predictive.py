@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from paceline.core.admission.base import Bounds, Burst, Controller, Counter, Holdings
+from paceline.core.admission.base import Admission, Bounds, Burst, Counter, Holdings
 from paceline.core.admission.forecast import Forecast, Survival
 from paceline.core.admission.learning import EnvStats, Profile, SpeedFit
 from paceline.core.admission.network import Yield, solve
@@ -167,7 +167,7 @@ class _Engine:
         self.tokens_ever += tokens
 
 
-class PredictiveCap(Controller):
+class PredictiveCap(Admission):
     """One model for each engine; what environments are like is learnt once for all."""
 
     def __init__(self, bounds: Bounds | None = None, *, risk: float = 1.0) -> None:
