@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 import msgspec
 import numpy as np
@@ -73,6 +73,12 @@ class GroupRules(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class Build(Protocol):
+    """`core.samples.build_samples`, or what stands for it."""
+
+    def __call__(self, rollout: Rollout, *, seq_len: int, overlong: Literal["cut", "drop"]) -> Built: ...
+
+
 class _Member(msgspec.Struct):
     """A rollout on its way to a verdict."""
 
@@ -98,10 +104,18 @@ def service_requests(
 
 
 def process_group(
-    group: ClosedGroup, rules: GroupRules, algorithm: Algorithm, replies: Sequence[Any] = ()
+    group: ClosedGroup,
+    rules: GroupRules,
+    algorithm: Algorithm,
+    replies: Sequence[Any] = (),
+    *,
+    build: Build = build_samples,
 ) -> GroupResult:
-    """The verdict on every rollout of a closed group. AlgorithmError when the algorithm answers nonsense."""
-    members = _members(group, rules)
+    """The verdict on every rollout of a closed group. AlgorithmError when the algorithm answers nonsense.
+
+    `build` makes the samples of a rollout; a simulation has records without contents, and makes them at no cost.
+    """
+    members = _members(group, rules, build)
     voting = [float(m.rollout.reward) for m in members if m.votes and m.rollout.reward is not None]
     if any([member.fate == "queued" for member in members]):
         view = _view(group, members)
@@ -130,8 +144,8 @@ def broken_group(group: ClosedGroup, error: str) -> GroupResult:
     return GroupResult(group=group.id, verdicts=verdicts, dead=_dead(verdicts))
 
 
-def _members(group: ClosedGroup, rules: GroupRules) -> list[_Member]:
-    members = [_examined(_ending(rollout), rules) for rollout in group.rollouts]
+def _members(group: ClosedGroup, rules: GroupRules, build: Build = build_samples) -> list[_Member]:
+    members = [_examined(_ending(rollout), rules, build) for rollout in group.rollouts]
     if rules.all_or_nothing:
         scored = sum([member.built is not None for member in members])
         if scored < group.size:
@@ -158,13 +172,13 @@ def _ending(rollout: Rollout) -> _Member:
     return _Member(rollout)
 
 
-def _examined(member: _Member, rules: GroupRules) -> _Member:
+def _examined(member: _Member, rules: GroupRules, build: Build) -> _Member:
     """Build the samples of a scored rollout, and apply every rule that needs no comparison with its siblings."""
     if member.fate != "queued":
         return member
     rollout = member.rollout
     try:
-        built = build_samples(rollout, seq_len=rules.seq_len, overlong=rules.overlong)
+        built = build(rollout, seq_len=rules.seq_len, overlong=rules.overlong)
     except RecordRefused as refused:
         return _Member(rollout, "failed", f"{refused.cause}: env {rules.env!r}: {refused}")
     truncated = built.ending == "truncated"

@@ -1,0 +1,150 @@
+"""How long a step of an engine takes, and how much its KV cache holds.
+
+A roofline: a step reads the weights or computes, whichever is slower, with the corner rounded off by a 4-norm; beside
+that it reads the KV cache, computes the attention of prefills, and pays for launches and scheduling. The form is that of
+trained-physics simulators (BLIS); the efficiencies below were fitted to published measurements, see
+`docs/benchmarks/scheduling.md`.
+"""
+
+from __future__ import annotations
+
+from math import sqrt
+
+import msgspec
+
+from paceline.errors import ConfigError
+from paceline.sim.engine.hardware import GpuSpec, ModelSpec
+
+
+class Efficiency(msgspec.Struct, frozen=True):
+    """Shares of the data sheet that real kernels reach, and what comes on top of them."""
+
+    weights: float = 0.86
+    """Of the memory bandwidth, when weights are read."""
+    kv: float = 0.65
+    """Of the memory bandwidth, when the KV cache is read: grouped heads."""
+    kv_mha: float = 0.48
+    """The same where every query head has its own."""
+    compute: float = 0.71
+    """Of peak compute, in matrix products."""
+    attention: float = 0.45
+    """Of peak compute, in attention."""
+    layer_s: float = 12e-6
+    """Launches of one layer."""
+    all_reduce_s: tuple[float, float, float] = (7e-6, 20e-6, 28e-6)
+    """One all-reduce over 2, 4, and 8 or more GPUs; a layer has two."""
+    step_s: float = 0.6e-3
+    """Scheduling of one step."""
+    seq_s: float = 3e-6
+    """Scheduling and sampling of one sequence in a step."""
+
+
+class Speed(msgspec.Struct, frozen=True):
+    """One engine: capacity, limits, and the constants of its steps, in seconds. The default is an 8B model in bf16 on one
+    H100."""
+
+    kv_tokens: int = 380_000
+    """Capacity of the KV cache."""
+    max_model_len: int = 32_768
+    """Longest context."""
+    max_num_seqs: int = 256
+    """Requests that run together."""
+    max_batched_tokens: int = 8192
+    """Tokens of one step: one for each decoding request, the rest for prefill."""
+    block: int = 16
+    """Tokens of a KV block."""
+    weights_s: float = 5.3e-3
+    """To read the weights that every token uses."""
+    experts_s: float = 0.0
+    """To read all experts; a batch reads the share that it touches."""
+    expert_share: float = 0.0
+    """Share of the experts that one token uses."""
+    token_s: float = 23.7e-6
+    """Compute of one token, sampled or prefilled."""
+    kv_s: float = 73e-9
+    """To read the KV of one token of context."""
+    attention_s: float = 1.3e-9
+    """Compute of prefilling one token against one token of context."""
+    overhead_s: float = 1.0e-3
+    """Launches and scheduling of a step."""
+    seq_s: float = 3e-6
+    """Scheduling and sampling of one sequence in a step."""
+
+    def gemm_s(self, batch: int, tokens: float) -> float:
+        """Matrix products of a step with `batch` sequences and `tokens` tokens in all."""
+        read = self.weights_s
+        if self.experts_s:
+            read += self.experts_s * (1.0 - (1.0 - self.expert_share) ** max(batch, tokens))
+        compute = tokens * self.token_s
+        read *= read
+        compute *= compute
+        return sqrt(sqrt(read * read + compute * compute))
+
+    def decode_s(self, batch: int) -> float:
+        """A step that decodes `batch` sequences, without reading the KV cache."""
+        return self.gemm_s(batch, batch) + self.overhead_s + batch * self.seq_s
+
+    def prefill_s(self, cached: int, new: int) -> float:
+        """A step of its own that prefills `new` tokens behind `cached` ones."""
+        attention = new * (cached + new / 2) * self.attention_s
+        return self.gemm_s(1, new) + self.overhead_s + self.seq_s + attention
+
+
+def speed_of(
+    model: ModelSpec,
+    gpu: GpuSpec,
+    *,
+    gpus: int = 1,
+    slow: float = 1.0,
+    efficiency: Efficiency | None = None,
+    utilization: float = 0.9,
+    activations_gb: float = 1.2,
+    data_parallel_attention: bool = False,
+    max_model_len: int = 32_768,
+    max_num_seqs: int = 256,
+    max_batched_tokens: int = 8192,
+    kv_tokens: int | None = None,
+) -> Speed:
+    """The constants of `model` on `gpus` GPUs that share one copy of the weights (tensor or expert parallel).
+
+    `slow` stretches every step: the one number to fit for an engine of unknown make. `activations_gb` of each GPU are
+    kept free; `kv_tokens` overrides the capacity. With `data_parallel_attention` the latents of MLA are spread over the
+    GPUs, else each holds them all. ConfigError when the weights do not fit.
+    """
+    e = efficiency or Efficiency()
+    bandwidth, peak = gpu.bandwidth_tb_s * 1e12, gpu.tflops * 1e12
+    kv_bytes = model.kv_bytes_per_token
+    weights = model.params_b * 1e9 * model.weight_bytes
+    holders = 1 if model.kv_latent is not None and not data_parallel_attention else gpus
+    left = gpus * (gpu.memory_gb * 1e9 * utilization - activations_gb * 1e9) - weights
+    capacity = int(left * holders / gpus // kv_bytes) if kv_tokens is None else kv_tokens
+    if capacity < 1:
+        raise ConfigError(
+            f"the weights take {weights / 1e9:.0f} GB, but {gpus} x {gpu.memory_gb:.0f} GB at {utilization:.0%} leave "
+            "nothing for the KV cache: take more GPUs an engine"
+        )
+    experts = model.expert_params
+    read = (model.params_b - model.embedding_b) * 1e9 * model.weight_bytes - experts * model.weight_bytes
+    active = (model.active_b or model.params_b) - model.embedding_b
+    kv_share = (
+        e.kv_mha if model.kv_latent is None and (model.kv_heads or model.heads) == model.heads else e.kv
+    )
+    kv_s = kv_bytes / (holders * bandwidth * kv_share)
+    attention_s = model.attention_flops / (gpus * peak * e.attention)
+    if model.kv_latent is not None:
+        kv_s = max(kv_s, model.attention_flops / (gpus * peak * e.attention))
+    reduce_s = 0.0 if gpus == 1 else e.all_reduce_s[0 if gpus == 2 else 1 if gpus == 4 else 2]
+    return Speed(
+        kv_tokens=capacity,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_batched_tokens=max_batched_tokens,
+        weights_s=slow * read / (gpus * bandwidth * e.weights),
+        experts_s=slow * experts * model.weight_bytes / (gpus * bandwidth * e.weights),
+        expert_share=model.experts_active / model.experts if model.experts else 0.0,
+        token_s=slow * 2 * active * 1e9 / (gpus * peak * e.compute),
+        kv_s=slow * kv_s,
+        attention_s=slow * attention_s,
+        overhead_s=slow * (model.layers * (e.layer_s + 2 * reduce_s) + e.step_s),
+        seq_s=slow * e.seq_s,
+    )
