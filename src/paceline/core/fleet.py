@@ -10,8 +10,9 @@ from heapq import heappop, heappush
 
 from paceline.core.admission import Admission
 from paceline.core.flights import Flight
+from paceline.core.placement import Placement
 from paceline.domain.events import EngineJoined, WeightsLoaded
-from paceline.domain.ids import EngineId, RolloutId, Version
+from paceline.domain.ids import EngineId, EnvName, RolloutId, Version
 from paceline.errors import EngineError, InvariantError
 
 FAILED_CALLS = 3
@@ -152,11 +153,24 @@ class EngineState:
 class Fleet:
     """All engines of a run."""
 
-    __slots__ = ("_admission", "_engines", "_refused", "held", "homeless", "newest", "path")
+    __slots__ = (
+        "_admission",
+        "_engines",
+        "_refused",
+        "held",
+        "homeless",
+        "newest",
+        "path",
+        "placement",
+        "several",
+    )
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
         self._engines: dict[EngineId, EngineState] = {}
+        self.placement = Placement()
+        self.several = False
+        """Whether there is more than one engine, and so a choice."""
         self.homeless: list[Flight] = []
         """Flights that want a turn while no engine is usable."""
         self.newest: Version = 0
@@ -202,6 +216,18 @@ class Fleet:
                     best, best_room = engine, room
         return best
 
+    def is_worth_waiting_for(self, preferred: EngineId, env: EnvName, now: float) -> bool:
+        """Whether a member of a group on `preferred` should wait for a permit there although others have one."""
+        if not self.several:
+            return False
+        here = self._engines.get(preferred)
+        if here is None or not here.usable or self._admission.room(preferred, here.active) > 0:
+            return False
+        there = self.place(None)
+        if there is None:
+            return False
+        return self.placement.waits(preferred, there.id, env, now, self._admission.prefill_s(there.id))
+
     def joined(self, event: EngineJoined, catch_up: Version) -> EngineState:
         """An engine answers. It is ready unless the others already hold something newer, `catch_up`."""
         known = self._engines.get(event.info.id)
@@ -217,6 +243,7 @@ class Fleet:
             state.calls_to_stop = known.calls_to_stop
             state.strays = known.strays
         self._engines[event.info.id] = state
+        self.several = len(self._engines) > 1
         self._admission.joined(event.info)
         self._recount()
         return state

@@ -152,7 +152,7 @@ class Launcher:
             self._rates[env].take(self._out.now)
         self._start(group)
         if not group.owes_launches:
-            self._launchable[env].popleft()
+            self._launchable[env].remove(group)  # the first, unless others wait for their engines
             self.owing -= 1
         return True
 
@@ -165,12 +165,19 @@ class Launcher:
         return idle and self.pacing.may_cut(cut + 1, self._fleet.held)
 
     def _oldest_owing(self) -> OpenGroup | None:
-        """The oldest group with members to start, of an environment that may start one now."""
+        """The oldest group with members to start, of an environment that may start one now; those pass that had better
+        wait for their own engine (`placement`)."""
         best: OpenGroup | None = None
         for env, queue in self._launchable.items():
             if queue and (best is None or queue[0].id < best.id) and self._rate_allows(env):
-                best = queue[0]
+                found = next((group for group in queue if not self._had_better_wait(group)), None)
+                if found is not None and (best is None or found.id < best.id):
+                    best = found
         return best
+
+    def _had_better_wait(self, group: OpenGroup) -> bool:
+        engine = group.engine
+        return engine is not None and self._fleet.is_worth_waiting_for(engine, group.task.env, self._out.now)
 
     def _rate_allows(self, env: EnvName) -> bool:
         rate = self._rates.get(env)

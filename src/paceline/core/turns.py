@@ -95,6 +95,8 @@ class Turns:
             flight.at_gate = True
             if not flight.turns:
                 flight.first = flight.context
+                if self._fleet.several:
+                    self._fleet.placement.asked(flight.task.env, flight.context)
             if self._learner is not None:
                 self._learner.turn_asked(engine, flight, self._out.now)
             flight.turns += not flight.continues
@@ -119,6 +121,10 @@ class Turns:
             # The first tokens date the rollout: until then the version at the request stood in for theirs.
             if not flight.sampled or flight.oldest is None or oldest < flight.oldest:
                 self._flights.sampled_since(flight, oldest)
+            if self._fleet.several and not flight.sampled:
+                self._fleet.placement.answered(
+                    engine.id, flight.context, event.cached_tokens, event.seconds, self._out.now
+                )
             flight.sampled += tokens
             flight.context += tokens
             flight.known = flight.context
@@ -166,6 +172,8 @@ class Turns:
         """A rollout has ended: its place on its engine is free."""
         engine = self._fleet[flight.engine]
         engine.remove(flight)
+        if self._fleet.several:
+            self._fleet.placement.freed(engine.id, self._out.now)
         if self._learner is not None:
             self._learner.ended(engine, flight, self._out.now)
         if engine.parked:

@@ -107,6 +107,10 @@ class Admission(ABC):
         """Rollouts to take off it now. Asked once after each `observe`."""
         return 0
 
+    def prefill_s(self, engine: EngineId) -> float | None:
+        """Seconds that a prompt token takes there that is not cached, where the controller has learnt it."""
+        return None
+
     @abstractmethod
     def reason(self, engine: EngineId) -> str:
         """Why its cap is what it is, in words."""

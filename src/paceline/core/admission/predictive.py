@@ -77,6 +77,7 @@ class _Engine:
         "outside",
         "pinned",
         "preemptions",
+        "prefill_s",
         "prefilled",
         "prefilled_ever",
         "prefix",
@@ -119,6 +120,8 @@ class _Engine:
         self.burst = Burst(group)
         self.fit = SpeedFit()
         self.forecast = Forecast()
+        self.prefill_s = 0.0
+        """Of one prompt token that is not cached, as the fit has it."""
         self.yields: Yield | None = None
         self.guide = 1.0
         """Factor on contexts, from hit rates seen."""
@@ -304,6 +307,7 @@ class PredictiveCap(Admission):
         )
         state.half_call = profile.sampled / 2
         speed = state.fit.solve()
+        state.prefill_s = speed.prefill
         state.yields = solve(heavier, speed, state.capacity * USABLE, self._bounds.most, self._risk)
         self._move_cap(state, profile, now)
         self._guide(state, engine, load, preempted, now)
@@ -486,6 +490,10 @@ class PredictiveCap(Admission):
         if state.capacity is None or not self._envs or state.outside is not None:
             return None
         return int(state.capacity * USABLE - state.calls * state.half_call)
+
+    def prefill_s(self, engine: EngineId) -> float | None:
+        state = self[engine]
+        return state.prefill_s if state.settled and state.outside is None else None
 
     def to_park(self, engine: EngineId, active: int) -> int:
         state = self[engine]

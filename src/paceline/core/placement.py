@@ -1,0 +1,107 @@
+"""Where the members of a group go: after the first, until its engine is full; then by what is cheaper.
+
+The members of a group share their prompt, and an engine prefills it once for all of them. When the engine of the first
+has no permit left, the next member can wait for one, or go to an engine that has one and prefill the prompt anew:
+
+    wait here       seconds until a permit comes back: the mean gap between endings there, and no less than the time
+                    since the last of them, so that an engine where nothing ends is not waited for
+    prefill there   tokens of the environment's first prompt, times seconds an uncached prompt token takes there: as
+                    the admission controller learnt it (`predictive`), else the fastest first call that was not cached,
+                    its decoding included, which is the most that a prefill can cost
+
+It goes elsewhere when that costs no more than waiting, and where one of the two is not known yet. While it waits, the
+permits that are free take other groups, so nothing stands idle for it as long as there are any.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Final
+
+from paceline.domain.ids import EngineId, EnvName
+
+KEEP: Final = 0.9
+"""Weight of what was known before, at each new observation."""
+ENOUGH: Final = 4
+"""Endings, and first calls, after which what they say is believed."""
+FORGET: Final = 1.003
+"""The fastest call seen counts this much slower with each that follows, so that one lucky call does not rule for ever."""
+
+
+class _Engine:
+    """What is known of one engine: when permits come back, and what a prefill costs at most."""
+
+    __slots__ = ("calls", "freed", "freed_at", "gap_s", "token_s")
+
+    def __init__(self, now: float) -> None:
+        self.freed = 0
+        self.freed_at = now
+        self.gap_s = 0.0
+        self.calls = 0
+        self.token_s = inf
+
+
+class Placement:
+    """Learns the two costs from what happens; pure, and at a constant cost for each event."""
+
+    __slots__ = ("_engines", "_prompts")
+
+    def __init__(self) -> None:
+        self._engines: dict[EngineId, _Engine] = {}
+        self._prompts: dict[EnvName, float] = {}
+        """Tokens of a first prompt, on the mean."""
+
+    # ── what it is told ──
+
+    def asked(self, env: EnvName, prompt: int) -> None:
+        """A rollout asked for its first call."""
+        known = self._prompts.get(env)
+        self._prompts[env] = float(prompt) if known is None else KEEP * known + (1.0 - KEEP) * prompt
+
+    def answered(self, engine: EngineId, prompt: int, cached: int, seconds: float, now: float) -> None:
+        """A first call came back: prompt tokens, those of them that were cached, and seconds it took."""
+        uncached = prompt - cached
+        if 2 * uncached <= prompt:
+            return  # mostly cached: it says little of a prefill
+        state = self._of(engine, now)
+        state.calls += 1
+        state.token_s = min(state.token_s * FORGET, seconds / uncached)
+
+    def freed(self, engine: EngineId, now: float) -> None:
+        """A rollout on it has ended, and its permit is free."""
+        state = self._of(engine, now)
+        gap = now - state.freed_at
+        state.freed += 1
+        state.freed_at = now
+        state.gap_s = gap if state.freed == 1 else KEEP * state.gap_s + (1.0 - KEEP) * gap
+
+    # ── what it answers ──
+
+    def wait_s(self, engine: EngineId, now: float) -> float | None:
+        """Seconds until a full engine has a permit again; None where too few have ended."""
+        state = self._engines.get(engine)
+        if state is None or state.freed < ENOUGH:
+            return None
+        return max(state.gap_s, now - state.freed_at)
+
+    def prefill_s(self, engine: EngineId, env: EnvName, token_s: float | None = None) -> float | None:
+        """Seconds to prefill a first prompt of `env` there; None where too little is known. `token_s`: what somebody
+        who knows better says that one token takes."""
+        prompt = self._prompts.get(env)
+        if token_s is None:
+            state = self._engines.get(engine)
+            token_s = state.token_s if state is not None and state.calls >= ENOUGH else None
+        return None if token_s is None or prompt is None else token_s * prompt
+
+    def waits(
+        self, here: EngineId, there: EngineId, env: EnvName, now: float, token_s: float | None = None
+    ) -> bool:
+        """Whether a member of a group on `here`, which is full, should wait rather than go `there`."""
+        wait, prefill = self.wait_s(here, now), self.prefill_s(there, env, token_s)
+        return wait is not None and prefill is not None and wait < prefill
+
+    def _of(self, engine: EngineId, now: float) -> _Engine:
+        state = self._engines.get(engine)
+        if state is None:
+            state = self._engines[engine] = _Engine(now)
+        return state
