@@ -112,6 +112,14 @@ def one_of_each() -> list[tuple[e.Event, tuple[c.Command, ...]]]:
         (e.PolicyPublished(1, "weights/v000001"), (c.UpdateWeights("e0", 1, "weights/v000001", "new"),)),
         (e.WeightsLoaded("e0", 1, 0.2), (c.ReportEval("arithmetic", 1, 1, 4, 4, 0.5, {1: 0.5, 2: 0.75}),)),
         (e.EngineLost("e0", "gone"), (c.ReviveEngine("e0", "gone"),)),
-        (e.TimerFired(), (c.NoteStale(ids[2], "dropped", 7, "v9 trains"),)),
+        (
+            e.TimerFired(),
+            (
+                c.NoteStale(ids[2], "dropped", 7, "v9 trains"),
+                c.NoteDiscarded(ids[3], 5, "late"),
+                c.PutOff(1, task, 2, 7, (8, 9), (ids[0], ids[1]), (0.5, 1.0), "cut off"),
+                c.SplitGroup(0, 1, (ids[2],), "it goes on later"),
+            ),
+        ),
         (e.ShutdownRequested("Ctrl-C"), (c.FinishRun("stopped", "Ctrl-C"),)),
     ]

@@ -37,6 +37,7 @@ from paceline.core.admission import AdaptiveCap, Admission, Bounds, FixedCap, Pr
 from paceline.core.advantages import Algorithm, build, builtin
 from paceline.core.processing import GroupRules
 from paceline.core.scheduler import Core
+from paceline.core.scheduling import scheduling_of
 from paceline.core.setup import core_setup
 from paceline.domain import events as on
 from paceline.domain.commands import FinishRun
@@ -282,6 +283,7 @@ class Assembly:
         core = Core(
             core_setup(config, environments.sizes, environments.fingerprints),
             admission_of(config, environments.scores_groups),
+            scheduling_of(config),
         )
         if self.resumption is not None:
             core.restore(self.resumption.state, self.resumption.trained, str(self._weights_now()))

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from paceline.config.admission import (
+    AdaptiveAdmission,
+    AdmissionSection,
+    FixedAdmission,
+    PredictiveAdmission,
+)
 from paceline.config.algorithm import AlgorithmSection
 from paceline.config.base import Section
 from paceline.config.batch import BatchSection
@@ -18,12 +24,10 @@ from paceline.config.metrics import MetricsSection, PrometheusSection, Tensorboa
 from paceline.config.model import ModelSection, SamplingOverride, SamplingSection
 from paceline.config.run import RunConfig, RunSection
 from paceline.config.scheduling import (
-    AdaptiveAdmission,
-    AdmissionSection,
-    FixedAdmission,
     OverlapScheduling,
-    PredictiveAdmission,
+    OverprovisionScheduling,
     SchedulingSection,
+    SynchronousScheduling,
 )
 from paceline.config.trainer import CheckpointSection, ExternalTrainer, ReferenceTrainer, TrainerSection
 
@@ -47,6 +51,7 @@ __all__ = [
     "MetricsSection",
     "ModelSection",
     "OverlapScheduling",
+    "OverprovisionScheduling",
     "PreFilter",
     "PredictiveAdmission",
     "PrometheusSection",
@@ -59,6 +64,7 @@ __all__ = [
     "SchedulingSection",
     "Section",
     "SglangEngine",
+    "SynchronousScheduling",
     "TensorboardSection",
     "TrainerSection",
     "VllmEngine",

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
+from paceline.config.admission import AdmissionSection, FixedAdmission
 from paceline.config.algorithm import AlgorithmSection
 from paceline.config.base import Section
 from paceline.config.batch import BatchSection
@@ -14,12 +15,7 @@ from paceline.config.environment import EnvSection, EvalSection
 from paceline.config.filters import FiltersSection
 from paceline.config.metrics import MetricsSection
 from paceline.config.model import ModelSection, SamplingSection
-from paceline.config.scheduling import (
-    AdmissionSection,
-    FixedAdmission,
-    OverlapScheduling,
-    SchedulingSection,
-)
+from paceline.config.scheduling import OverlapScheduling, SchedulingSection
 from paceline.config.trainer import CheckpointSection, ReferenceTrainer, TrainerSection
 
 
@@ -55,7 +51,7 @@ class RunConfig(Section):
     engine: EngineSection = EmbeddedEngine()
     """Where tokens come from."""
     scheduling: SchedulingSection = OverlapScheduling()
-    """How far generation runs ahead of training."""
+    """What is done about rollouts that do not end together."""
     admission: AdmissionSection = FixedAdmission()
     """How many rollouts may run."""
     algorithm: AlgorithmSection = AlgorithmSection()

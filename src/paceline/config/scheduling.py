@@ -1,12 +1,31 @@
-"""How far generation may run ahead of training, and how many rollouts may run."""
+"""What is done about rollouts that do not end together: one section a policy."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
 from paceline.config.base import Section
+
+_T = TypeVar("_T", bound=Section)
+
+
+class _Scheduling(Section):
+    """What all policies have in common."""
+
+    segment_tokens: int | None = Field(default=None, ge=1)
+    """Tokens one engine request may sample before it asks the turn gate again, with the same ids; none: no limit."""
+
+    @property
+    def lag(self) -> int:
+        """Optimizer steps that generation may run ahead."""
+        return 0
+
+    @property
+    def staleness_bound(self) -> int:
+        """Most steps between the version a batch trains and the oldest that sampled a rollout in it."""
+        return 0
 
 
 class OverlapScheduling(Section):
@@ -23,84 +42,47 @@ class OverlapScheduling(Section):
 
     @model_validator(mode="after")
     def _bound_covers_the_lag(self) -> Self:
-        if self.max_staleness < self.lag:
-            raise ValueError(
-                f"max_staleness {self.max_staleness} < lag {self.lag}: a rollout started {self.lag} steps ahead "
-                "is that stale when it trains; raise max_staleness or lower lag"
-            )
-        return self
-
-
-SchedulingSection = Annotated[OverlapScheduling, Field()]
-
-
-class FixedAdmission(Section):
-    """A fixed number of rollouts in flight on each engine."""
-
-    type: Literal["fixed"] = "fixed"
-    """Which admission controller."""
-    cap: int = Field(default=64, ge=1)
-    """Rollouts in flight on each engine, train and eval together."""
-    eval_share: float = Field(default=0.25, gt=0, le=1)
-    """Share of the cap that evals may take while training also wants it."""
+        return _covers(self, self.max_staleness, self.lag)
 
     @property
-    def park(self) -> bool:
-        """A fixed cap takes nothing off."""
-        return True
+    def staleness_bound(self) -> int:
+        return self.max_staleness
+
+
+class SynchronousScheduling(_Scheduling):
+    """One batch at a time: wait for all of it, train, and only then begin the next."""
+
+    type: Literal["synchronous"]
+    """Which scheduling policy."""
+
+
+class OverprovisionScheduling(_Scheduling):
+    """Start more rollouts than a batch needs; the first to finish are the batch."""
+
+    type: Literal["overprovision"]
+    """Which scheduling policy."""
+    factor: float = Field(default=1.25, gt=1)
+    """Rollouts in a round, in batches."""
+    late: Literal["keep", "discard"] = "keep"
+    """Late ones train in the next batch, or are thrown away: then training sees shorter rollouts than the policy makes."""
+    max_staleness: int = Field(default=4, ge=1)
+    """Most optimizer steps between the version a batch trains and the oldest that sampled a rollout in it; 0 with `late =
+    "discard"`, whatever is said here."""
 
     @property
-    def most(self) -> int:
-        """Rollouts that an engine may hold at most."""
-        return self.cap
+    def staleness_bound(self) -> int:
+        return self.max_staleness if self.late == "keep" else 0
 
 
-class _GuidedAdmission(Section):
-    """What the controllers that follow the load have in common."""
-
-    min_inflight: int = Field(default=1, ge=1)
-    """Rollouts an engine may always hold; at least one group where an environment scores groups whole."""
-    max_inflight: int = Field(default=1024, ge=1)
-    """Rollouts an engine may hold at most: what sandboxes and connections can take."""
-    initial_inflight: int | None = Field(default=None, ge=1)
-    """Rollouts it may hold at first; none: KV-cache capacity over longest context, or what a resumed run had."""
-    eval_share: float = Field(default=0.25, gt=0, le=1)
-    """Share of the cap that evals may take while training also wants it."""
-    park: bool = True
-    """Park the youngest rollouts under overload: they keep their tokens and go on later. Off cancels them."""
-
-    @model_validator(mode="after")
-    def _bounds_are_in_order(self) -> Self:
-        if self.min_inflight > self.max_inflight:
-            raise ValueError(
-                f"min_inflight {self.min_inflight} > max_inflight {self.max_inflight}: lower min_inflight"
-            )
-        return self
-
-    @property
-    def most(self) -> int:
-        """Rollouts that an engine may hold at most."""
-        return self.max_inflight
-
-
-class AdaptiveAdmission(_GuidedAdmission):
-    """Grown by turnover, trimmed and cut by the engine's metrics: the controller published with prime-rl, for each
-    engine. Its thresholds are the published ones and no options."""
-
-    type: Literal["adaptive"]
-    """Which admission controller."""
-
-
-class PredictiveAdmission(_GuidedAdmission):
-    """The number of rollouts at which a model of each engine, learnt while it runs, yields most."""
-
-    type: Literal["predictive"]
-    """Which admission controller."""
-    risk: float = Field(default=1.0, ge=0)
-    """Standard deviations of the contexts' sum that the choice allows for, besides what the forecast watches; more is
-    safer and leaves more of the KV cache empty."""
-
-
-AdmissionSection = Annotated[
-    FixedAdmission | AdaptiveAdmission | PredictiveAdmission, Field(discriminator="type")
+SchedulingSection = Annotated[
+    OverlapScheduling | SynchronousScheduling | OverprovisionScheduling, Field(discriminator="type")
 ]
+
+
+def _covers(section: _T, bound: int, lag: int) -> _T:
+    if bound < lag:
+        raise ValueError(
+            f"max_staleness {bound} < lag {lag}: a rollout started {lag} steps ahead is that stale when it trains; "
+            "raise max_staleness or lower lag"
+        )
+    return section

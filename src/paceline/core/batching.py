@@ -113,8 +113,20 @@ class BatchList:
             return len(self._live) >= self._target_rollouts
         return self._target_tokens is not None and self._tokens >= self._target_tokens
 
-    def cut(self, step: int, *, short: bool = False, bound: int | None = None) -> Batch:
-        """Take the batch of `step` from the front; with `short`, whatever waits if that is less.
+    def waiting(self) -> list[RolloutId]:
+        """The rollouts that wait, in order."""
+        return list(self._live)
+
+    def discard(self, rollout: RolloutId) -> Queued:
+        """Take one rollout out: it will not train."""
+        entry = self._live.pop(rollout)
+        self._tokens -= entry.tokens
+        self._unindex(entry)
+        return entry
+
+    def cut(self, step: int, *, short: bool = False, whole: bool = False, bound: int | None = None) -> Batch:
+        """Take the batch of `step` from the front; with `short`, whatever waits if that is less, with `whole` all of it
+        though it is more.
 
         Cut by tokens, a batch ends with the rollout that reaches the target. InvariantError when nothing can be cut, or
         when something waits that a sweep for this step and `bound` would have found.
@@ -125,7 +137,9 @@ class BatchList:
                 raise InvariantError(f"step {step} takes v{allowed} or newer, but the list holds v{oldest}")
         if not self.ready() and not (short and self._live):
             raise InvariantError(f"step {step}: {len(self)} rollouts ({self._tokens} tokens) are no batch")
-        if self._target_rollouts is not None:
+        if whole:
+            taken = list(self._live.values())
+        elif self._target_rollouts is not None:
             taken = list(islice(self._live.values(), self._target_rollouts))
         else:
             taken, tokens = [], 0
@@ -137,10 +151,7 @@ class BatchList:
         for entry in taken:
             del self._live[entry.rollout]
             self._tokens -= entry.tokens
-            indexed = self._by_version.get(entry.oldest_version, {})
-            indexed.pop(entry.rollout, None)
-            if not indexed:
-                self._by_version.pop(entry.oldest_version, None)
+            self._unindex(entry)
         newest = max([version for entry in taken for s in entry.samples for version, _ in s.versions])
         if newest > trained_by(step):
             raise InvariantError(f"step {step} trains v{trained_by(step)}, but holds tokens of v{newest}")
@@ -178,6 +189,12 @@ class BatchList:
             rollout = parse_rollout_id(row["rollout"])
             samples = tuple(from_plain(rollout, row["env"], sample) for sample in row["samples"])
             self._put(_queued(rollout, row["env"], samples), indexed=not row["swept"])
+
+    def _unindex(self, entry: Queued) -> None:
+        indexed = self._by_version.get(entry.oldest_version, {})
+        indexed.pop(entry.rollout, None)
+        if not indexed:
+            self._by_version.pop(entry.oldest_version, None)
 
     def _put(self, entry: Queued, *, indexed: bool = True) -> None:
         self._live[entry.rollout] = entry

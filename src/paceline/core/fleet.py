@@ -68,7 +68,7 @@ class EngineState:
         self.parked = 0
         """Those of them that are parked."""
         self.parked_line: list[Flight] = []
-        """Heap of the parked ones, oldest first; some may have been resumed or have ended since."""
+        """Heap of the parked ones, oldest first; some may have been resumed, held, or have ended since."""
         self.calls = 0
         """Engine requests under way."""
         self.calling_tokens = 0
@@ -138,7 +138,8 @@ class EngineState:
         line = self.parked_line
         while line:
             flight = line[0]
-            if flight.parked and self.flights.get(flight.id) is flight and flight.cancelled is None:
+            here = self.flights.get(flight.id) is flight
+            if here and flight.parked and not flight.held and flight.cancelled is None:
                 return flight
             heappop(line)
         return None

@@ -22,11 +22,14 @@ class Flight:
         "engine",
         "first",
         "granted_at",
+        "held",
         "id",
         "known",
+        "mark",
         "marks",
         "oldest",
         "parked",
+        "reserved",
         "sampled",
         "started",
         "task",
@@ -68,6 +71,12 @@ class Flight:
         """A controller's: its engine's sums when the call began, and what it expected of the call."""
         self.parked = False
         """Whether it was taken off its engine: it waits at the gate until there is room."""
+        self.held = False
+        """Whether the scheduling policy keeps it parked, until it releases it."""
+        self.mark = 0
+        """The scheduling policy's: what it had sampled when its round began."""
+        self.reserved = 0
+        """The scheduling policy's: KV tokens that it counts on for it."""
         self.granted_at = 0.0
         self.waits_since = started
         """When it began to do something else than call an engine: its start, or its last call's end."""

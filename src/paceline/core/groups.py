@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
+from paceline.domain.commands import PutOff
 from paceline.domain.group import ClosedGroup
 from paceline.domain.ids import EngineId, GroupId, RolloutId
 from paceline.domain.rollout import Rollout
@@ -20,10 +22,14 @@ class OpenGroup:
         "engine",
         "id",
         "launched",
+        "left",
+        "needs",
         "places",
+        "put_off",
         "retries",
         "seed",
         "size",
+        "step",
         "task",
         "tokens",
     )
@@ -43,6 +49,14 @@ class OpenGroup:
         """Last attempts that have ended."""
         self.closed_unlaunched = 0
         """Members that will never be started."""
+        self.left = 0
+        """Members that left it for a group of their own (`SplitGroup`)."""
+        self.needs = size
+        """Members that make it whole; fewer than `size` where they race."""
+        self.step = 0
+        """The step being collected when it was opened."""
+        self.put_off: PutOff | None = None
+        """What it was opened from, if not from a task that was drawn."""
         self.places = 0
         """Places in batches to come that it holds (`Pacing`)."""
         self.tokens: dict[RolloutId, int] = {}
@@ -72,10 +86,12 @@ class GroupLedger:
     A member that is neither would keep its group open until the run ends.
     """
 
-    __slots__ = ("_open",)
+    __slots__ = ("_moved", "_open")
 
     def __init__(self) -> None:
         self._open: dict[GroupId, OpenGroup] = {}
+        self._moved: dict[tuple[GroupId, int], GroupId] = {}
+        """Members that left the group they were started for, and where they went."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -88,6 +104,12 @@ class GroupLedger:
             return self._open[group]
         except KeyError:
             raise InvariantError(f"group {group} is not open: it closed, or was never opened") from None
+
+    def of(self, rollout: RolloutId) -> OpenGroup:
+        """The group a rollout is a member of now."""
+        if self._moved:
+            return self[self._moved.get((rollout.group, rollout.member), rollout.group)]
+        return self[rollout.group]
 
     def groups(self) -> list[OpenGroup]:
         """Every open group, oldest first."""
@@ -102,8 +124,19 @@ class GroupLedger:
 
     def settle(self, rollout: Rollout) -> ClosedGroup | None:
         """The last attempt of a member has ended; the closed group once nobody is owed."""
-        group = self[rollout.id.group]
+        group = self.of(rollout.id)
         group.arrived.append(rollout)
+        return self._close_if_whole(group)
+
+    def split(self, group_id: GroupId, rest: GroupId, rollouts: Sequence[RolloutId]) -> ClosedGroup | None:
+        """Members that run go on as the group `rest`; the group they leave, if that closed it."""
+        group = self[group_id]
+        opened = self.open(rest, group.task, len(rollouts), group.seed)
+        opened.launched = len(rollouts)
+        opened.engine, opened.step = group.engine, group.step
+        for rollout in rollouts:
+            self._moved[rollout.group, rollout.member] = rest
+        group.left += len(rollouts)
         return self._close_if_whole(group)
 
     def give_up_unlaunched(self, group_id: GroupId) -> tuple[int, ClosedGroup | None]:
@@ -119,10 +152,15 @@ class GroupLedger:
         return given_up, self._close_if_whole(group)
 
     def _close_if_whole(self, group: OpenGroup) -> ClosedGroup | None:
-        owed = group.size - group.closed_unlaunched - len(group.arrived)
+        owed = group.size - group.closed_unlaunched - group.left - len(group.arrived)
         if owed < 0:
             raise InvariantError(f"group {group.id} of {group.size} settled {-owed} members too many")
         if owed:
             return None
         del self._open[group.id]
-        return ClosedGroup(group.id, group.task, group.size, tuple(group.arrived))
+        if self._moved:
+            for rollout in group.arrived:
+                self._moved.pop((rollout.id.group, rollout.id.member), None)
+        references = () if group.put_off is None else group.put_off.references
+        needs = 0 if group.needs == group.size else group.needs
+        return ClosedGroup(group.id, group.task, group.size, tuple(group.arrived), needs, references)

@@ -11,17 +11,18 @@ from collections import deque
 from paceline.core.accounting import Account
 from paceline.core.admission import Admission
 from paceline.core.curriculum import Curriculum
-from paceline.core.fleet import Fleet
+from paceline.core.fleet import EngineState, Fleet
 from paceline.core.flights import Flight, Flights
 from paceline.core.groups import GroupLedger, OpenGroup
 from paceline.core.outbox import Outbox
 from paceline.core.pacing import Pacing
 from paceline.core.rates import StartRate
+from paceline.core.scheduling.base import Scheduling
 from paceline.core.setup import CoreSetup
 from paceline.core.streams import key, mix
 from paceline.domain import commands as do
 from paceline.domain.group import ClosedGroup
-from paceline.domain.ids import EnvName, GroupId
+from paceline.domain.ids import EnvName, GroupId, RolloutId
 from paceline.domain.task import TaskRef
 from paceline.errors import InvariantError
 
@@ -36,6 +37,7 @@ class Launcher:
         self,
         setup: CoreSetup,
         admission: Admission,
+        scheduling: Scheduling,
         fleet: Fleet,
         flights: Flights,
         groups: GroupLedger,
@@ -51,7 +53,12 @@ class Launcher:
         """Open train groups with members to start."""
         self.evals: deque[OpenGroup] = deque()
         """Eval groups with members to start, oldest first."""
+        self.kept: dict[int, do.PutOff] = {}
+        """What the policy put off and has not been opened, by number, oldest first."""
+        self.put_offs = 0
+        """Put off so far."""
         self._setup = setup
+        self._policy = scheduling
         self._learner = admission if admission.learns else None
         self._fleet = fleet
         self._flights = flights
@@ -73,10 +80,19 @@ class Launcher:
         if free <= 0:
             return
         eval_limit = self._eval_limit(draining) if self.evals else 0
+        by_order = self._policy.has_order
+        if by_order and not draining:
+            while self._open_next(cut, processing) is not None:
+                pass
         while free > 0:
             if self.evals and self._flights.evals < eval_limit:
                 self._start_eval()
-            elif draining or not self._start_train(cut, processing):
+            elif draining:
+                return
+            elif by_order:
+                if not self._policy.seat_next():
+                    return
+            elif not self._start_train(cut, processing):
                 return
             free -= 1
 
@@ -91,6 +107,37 @@ class Launcher:
         if not group.owes_launches:
             self._launchable[group.task.env].appendleft(group)
             self.owing += 1
+
+    def withdraw(self, group: OpenGroup) -> None:
+        """Take one train group out of line, if it is there; the caller gives its members up."""
+        if group.owes_launches:
+            self._launchable[group.task.env].remove(group)
+            self.owing -= 1
+
+    def put_off(self, kept: do.PutOff) -> None:
+        """Keep rollouts of a task for later."""
+        self.kept[kept.number] = kept
+        self._out.say(kept)
+
+    def noise_of(self, rollout: RolloutId, group: OpenGroup) -> int:
+        """The noise seed of a member: its own, or that of the response it samples again."""
+        if group.put_off is not None and group.put_off.noise:
+            return group.put_off.noise[rollout.member]
+        return mix(self._noise_key, rollout.group * _MEMBERS + rollout.member) >> 1
+
+    def may_start(self, env: EnvName) -> bool:
+        """Whether a rollout of this environment may start now; sets an alarm for when it may."""
+        return self._rate_allows(env)
+
+    def start(self, group: OpenGroup, engine: EngineState) -> None:
+        """Start the next member of an open train group there."""
+        env = group.task.env
+        if env in self._rates:
+            self._rates[env].take(self._out.now)
+        self._start(group, engine)
+        if not group.owes_launches:
+            self._launchable[env].remove(group)
+            self.owing -= 1
 
     def stop_training(self) -> list[OpenGroup]:
         """Take every train group out of line; the caller gives their members up."""
@@ -111,8 +158,9 @@ class Launcher:
         retries = list(group.retries)
         given_up, closed = self._groups.give_up_unlaunched(group.id)
         if group.task.split == "train":
-            group.places -= given_up
-            self.pacing.taken -= given_up
+            places = min(given_up, group.places)
+            group.places -= places
+            self.pacing.taken -= places
             for rollout in retries:
                 # Its tokens were settled as failed when it ended; the verdict on the record must not count them again.
                 group.tokens[rollout.id] = 0
@@ -129,7 +177,7 @@ class Launcher:
         cap = self._fleet.cap()
         if draining:
             return cap
-        return max(1, int(self._setup.eval_share * cap), cap - self.pacing.most)
+        return max(1, int(self._setup.eval_share * cap), cap - self._policy.most)
 
     def _start_eval(self) -> None:
         group = self.evals[0]
@@ -141,12 +189,9 @@ class Launcher:
         """Continue an open group, else open a fresh one; False when neither may start now."""
         group = self._oldest_owing() if self.owing else None
         if group is None:
-            if not self._has_place(cut, processing):
+            group = self._open_next(cut, processing)
+            if group is None:
                 return False
-            task = self.curriculum.draw(self._rate_allows)
-            if task is None:
-                return False
-            group = self._open(task)
         env = group.task.env
         if env in self._rates:
             self._rates[env].take(self._out.now)
@@ -156,13 +201,24 @@ class Launcher:
             self.owing -= 1
         return True
 
-    def _has_place(self, cut: int, processing: int) -> bool:
-        if self.pacing.free(cut, self._fleet.held) > 0:
-            return True
-        # A token-sized batch can be misjudged: if every place is taken by what is listed, and that is not enough
-        # for a batch, nothing would ever move again. One more group does.
-        idle = not self._flights.trains and not processing and not self.owing
-        return idle and self.pacing.may_cut(cut + 1, self._fleet.held)
+    def _open_next(self, cut: int, processing: int) -> OpenGroup | None:
+        """Open a group that has places: what was put off, if the policy wants it now, else a task that is drawn."""
+        policy = self._policy
+        idle = False
+        if policy.places() <= 0:
+            # A token-sized batch can be misjudged: if every place is taken by what is listed, and that is not enough
+            # for a batch, nothing would ever move again. One more group does.
+            idle = not self._flights.trains and not processing and not self.owing
+            if not (idle and policy.may_cut(cut + 1, self._fleet.held)):
+                return None
+        if self.kept:
+            kept = policy.next_put_off()
+            if kept is not None:
+                return self._open_kept(kept, cut) if self._rate_allows(kept.task.env) else None
+        if not (idle or policy.may_draw()):
+            return None
+        task = self.curriculum.draw(self._rate_allows)
+        return None if task is None else self._open(task, cut)
 
     def _oldest_owing(self) -> OpenGroup | None:
         """The oldest group with members to start, of an environment that may start one now; those pass that had better
@@ -191,22 +247,42 @@ class Launcher:
             self._out.wake_at(at, f"env {env!r} may start its next rollout then")
         return False
 
-    def _open(self, task: TaskRef) -> OpenGroup:
+    def _open(self, task: TaskRef, cut: int) -> OpenGroup:
         """Open a train group and take its places."""
-        group = self._new_group(task, self._specs[task.env].group_size)
-        self._launchable[task.env].append(group)
+        size, needs = self._policy.members(self._specs[task.env].group_size)
+        group = self._new_group(task, size)
+        group.needs = needs
+        return self._admit(group, cut)
+
+    def _open_kept(self, kept: do.PutOff, cut: int) -> OpenGroup:
+        """The same for what was put off."""
+        del self.kept[kept.number]
+        group = self._new_group(kept.task, kept.size)
+        group.put_off = kept
+        if kept.group_seed is not None:
+            group.seed = kept.group_seed
+        return self._admit(group, cut)
+
+    def _admit(self, group: OpenGroup, cut: int) -> OpenGroup:
+        group.step = cut + 1
+        self._launchable[group.task.env].append(group)
         self.owing += 1
-        group.places = group.size
+        group.places = group.needs
         self.pacing.taken += group.places
         return group
 
-    def _new_group(self, task: TaskRef, size: int) -> OpenGroup:
+    def new_number(self) -> GroupId:
+        """The id of a group to be opened."""
         number = self.next_group
         self.next_group += 1
+        return number
+
+    def _new_group(self, task: TaskRef, size: int) -> OpenGroup:
+        number = self.new_number()
         return self._groups.open(number, task, size, mix(self._group_key, number) >> 1)
 
-    def _start(self, group: OpenGroup) -> None:
-        engine = self._fleet.place(group.engine)
+    def _start(self, group: OpenGroup, engine: EngineState | None = None) -> None:
+        engine = engine or self._fleet.place(group.engine)
         if engine is None:
             raise InvariantError(f"no engine has room for group {group.id}, but a permit was free")
         if group.engine is None:
@@ -220,5 +296,8 @@ class Launcher:
         self._flights.add(flight)
         if self._learner is not None:
             self._learner.started(engine, flight, self._out.now)
-        noise = mix(self._noise_key, rollout.group * _MEMBERS + rollout.member) >> 1
-        self._out.say(do.StartRollout(rollout, task, group.seed, noise, engine.id, engine.held))
+        noise = self.noise_of(rollout, group)
+        put_off = 0 if group.put_off is None else group.put_off.number
+        self._out.say(
+            do.StartRollout(rollout, task, group.seed, noise, engine.id, engine.held, put_off=put_off)
+        )

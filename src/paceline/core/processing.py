@@ -35,9 +35,17 @@ _FURTHEST: tuple[Fate, ...] = (
     "void",
     "failed",
     "stale",
+    "deferred",
+    "discarded",
     "cancelled",
 )
 """A dead group is named after the member that came furthest."""
+
+
+_POLICY_FATES: dict[str, Fate] = {"stale": "stale", "deferred": "deferred", "discarded": "discarded"}
+"""Causes of a cancellation that are fates of their own."""
+
+_PUT_OFF_WHOLE = "fewer than two of its group finished by the cut-off: the whole group is put off"
 
 
 class GroupRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,6 +138,7 @@ def process_group(
         reward_mean=mean,
         reward_variance=None if mean is None else math.fsum([(r - mean) ** 2 for r in voting]) / len(voting),
         dead=_dead(verdicts),
+        references=tuple(voting) if any([m.fate == "deferred" for m in members]) else (),
     )
 
 
@@ -147,13 +156,21 @@ def broken_group(group: ClosedGroup, error: str) -> GroupResult:
 def _members(group: ClosedGroup, rules: GroupRules, build: Build = build_samples) -> list[_Member]:
     members = [_examined(_ending(rollout), rules, build) for rollout in group.rollouts]
     if rules.all_or_nothing:
+        needs = group.needs or group.size
         scored = sum([member.built is not None for member in members])
-        if scored < group.size:
-            why = f"all-or-nothing: {group.size - scored} of {group.size} members have no score"
-            members = [
-                m if m.built is None else _Member(m.rollout, "void", why, flags=m.flags) for m in members
-            ]
+        if scored < needs:
+            members = _all(
+                members, "void", f"all-or-nothing: {needs - scored} of {needs} members have no score"
+            )
+    if any([m.fate == "deferred" for m in members]) and sum([m.votes for m in members]) < 2:
+        # Alone it would have no baseline, and weigh less than one with siblings. All come back together.
+        members = _all(members, "deferred", _PUT_OFF_WHOLE)
     return members
+
+
+def _all(members: Sequence[_Member], fate: Fate, why: str) -> list[_Member]:
+    """The same fate for every member that was scored."""
+    return [m if m.built is None else _Member(m.rollout, fate, why, flags=m.flags) for m in members]
 
 
 def _ending(rollout: Rollout) -> _Member:
@@ -161,7 +178,9 @@ def _ending(rollout: Rollout) -> _Member:
     ending, reward = rollout.outcome.ending, rollout.reward
     if ending == "failed" or ending == "cancelled":
         outcome = rollout.outcome
-        fate: Fate = "stale" if (ending, outcome.cause) == ("cancelled", "stale") else ending
+        fate: Fate = ending
+        if ending == "cancelled":
+            fate = _POLICY_FATES.get(outcome.cause or "", "cancelled")
         return _Member(rollout, fate, f"{outcome.cause}: {outcome.detail}".strip(": "))
     if reward is None:
         if ending == "truncated":
@@ -211,6 +230,7 @@ def _view(group: ClosedGroup, members: Sequence[_Member]) -> GroupView:
     seen = [member for member in members if _in_view(member)]
     rollouts = tuple([member.rollout for member in seen])
     arrays = (
+        np.array(group.references, np.float64),
         np.array([rollout.reward for rollout in rollouts], np.float64),
         np.array([member.votes for member in seen], np.bool_),
         np.array([member.built.generated_tokens for member in seen if member.built], np.int64),
@@ -218,7 +238,7 @@ def _view(group: ClosedGroup, members: Sequence[_Member]) -> GroupView:
     )
     for array in arrays:
         array.setflags(write=False)
-    rewards, votes, sampled_tokens, turns = arrays
+    references, rewards, votes, sampled_tokens, turns = arrays
     return GroupView(
         group=group.id,
         task=group.task,
@@ -229,6 +249,7 @@ def _view(group: ClosedGroup, members: Sequence[_Member]) -> GroupView:
         endings=tuple([member.built.ending for member in seen if member.built]),
         rollouts=rollouts,
         samples=tuple([_trains(member) for member in seen]),
+        references=references,
     )
 
 

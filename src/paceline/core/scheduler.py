@@ -8,24 +8,28 @@ how many rollouts are in flight, except where it must act on many of them (a swe
                  │  turns       the gate, parking, engines that come and go
                  │  endings     flights → groups → ProcessGroup | eval ledger
                  │  training    GroupProcessed → batch list → ShipBatch → sweep
+                 │  scheduling  the policy: rounds, what goes first, what is held, put off, thrown away
                  │  weights     fleet: PolicyPublished → UpdateWeights → WeightsLoaded
                  └─ the end     drain → last weights → last evals → checkpoint → FinishRun
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from paceline.core.accounting import Account
 from paceline.core.admission import Admission
 from paceline.core.batching import BatchList, DeadStreak
 from paceline.core.evaluation import EvalEpoch, EvalPlan
-from paceline.core.fleet import Fleet
-from paceline.core.flights import Flights
+from paceline.core.fleet import EngineState, Fleet
+from paceline.core.flights import Flight, Flights
 from paceline.core.groups import GroupLedger, OpenGroup
 from paceline.core.launching import Launcher
 from paceline.core.outbox import Outbox
+from paceline.core.scheduling import Overlap, Scheduling
 from paceline.core.setup import CoreSetup
 from paceline.core.staleness import oldest_allowed
 from paceline.core.turns import Turns
@@ -45,15 +49,19 @@ _RETRIED = frozenset({"infrastructure", "engine"})
 class Core:
     """All decisions of one run."""
 
-    def __init__(self, setup: CoreSetup, admission: Admission) -> None:
+    def __init__(self, setup: CoreSetup, admission: Admission, scheduling: Scheduling | None = None) -> None:
+        """Without `scheduling`, the policy is `overlap` with the setup's lag."""
         self.setup = setup
+        self.scheduling = policy = scheduling or Overlap()
         self.account = Account()
         self.fleet = Fleet(admission)
         self.flights = Flights()
         self.groups = GroupLedger()
         self._out = out = Outbox()
-        self.turns = Turns(setup, admission, self.fleet, self.flights, self.account, out)
-        self.launcher = Launcher(setup, admission, self.fleet, self.flights, self.groups, self.account, out)
+        self.turns = Turns(setup, admission, policy, self.fleet, self.flights, self.account, out)
+        self.launcher = Launcher(
+            setup, admission, policy, self.fleet, self.flights, self.groups, self.account, out
+        )
         self.curriculum = self.launcher.curriculum
         self.pacing = self.launcher.pacing
         self.list = BatchList(rollouts=setup.target_rollouts, tokens=setup.target_tokens)
@@ -63,6 +71,9 @@ class Core:
         """Batches cut so far: the step being collected is the next one."""
         self.warnings: list[str] = []
         """Set by `restore`: what of the checkpoint did not fit."""
+        policy.attach(self)
+        self._rounds = policy if policy.has_rounds else None
+        self._hears_endings = policy if policy.hears_endings else None
         self._admission = admission
         self._specs = {spec.name: spec for spec in setup.train}
         self._eval_sections = {section.label: section for section in setup.evals}
@@ -179,8 +190,7 @@ class Core:
         return True
 
     def _turn_requested(self, event: on.TurnRequested) -> bool:
-        self.turns.turn_requested(event)
-        return False
+        return self.turns.turn_requested(event)
 
     def _segment_ended(self, event: on.SegmentEnded) -> bool:
         self.turns.segment_ended(event)
@@ -192,7 +202,7 @@ class Core:
         if flight.calling:
             raise InvariantError(f"{rollout.id} ended while its call to {flight.engine!r} was still running")
         self.turns.ended(flight)
-        group = self.groups[rollout.id.group]
+        group = self.groups.of(rollout.id)
         if rollout.task.split == "eval":
             flight.account.move("in_flight", "eval", flight.sampled)
             self._settle_eval(self.groups.settle(rollout))
@@ -204,7 +214,13 @@ class Core:
             return True
         flight.account.move("in_flight", "grouped", flight.sampled)
         group.tokens[rollout.id] = flight.sampled
+        if rollout.outcome.cause == "deferred" and rollout.outcome.ending == "cancelled":
+            # It comes back with another group; another rollout may have its place now.
+            group.places -= 1
+            self.pacing.taken -= 1
         self._process(group, self.groups.settle(rollout))
+        if self._hears_endings is not None:
+            self._hears_endings.rollout_ended(flight, rollout, group)
         return True
 
     def _group_processed(self, event: on.GroupProcessed) -> bool:
@@ -230,6 +246,8 @@ class Core:
             raise InvariantError(f"group {result.group}: no verdict on {sorted(map(str, tokens))}")
         self.pacing.taken -= group.places - listed
         self._forget(result.group)
+        if self._hears_endings is not None:
+            self._hears_endings.group_processed(group, result)
         if self._draining is None:
             self.dead.add(result, event.error)
         elif not listed and (group.closed_unlaunched or any(v.fate == "cancelled" for v in result.verdicts)):
@@ -283,6 +301,8 @@ class Core:
 
         `may_cut` False: what happened cannot have filled a batch. Most events are of that kind.
         """
+        if self._rounds is not None and self._draining is None:
+            self._rounds.advance()
         if may_cut:
             self._cut_batches()
         if self._is_finite and self._draining is None and self._out_of_tasks():
@@ -319,7 +339,7 @@ class Core:
         self._out.say(do.ForgetGroup(group))
 
     def _cut_batches(self) -> None:
-        while self.cut < self.setup.max_steps and self.pacing.may_cut(self.cut + 1, self.fleet.held):
+        while self.cut < self.setup.max_steps and self.scheduling.may_cut(self.cut + 1, self.fleet.held):
             # Before readiness is judged: what has just been listed may be stale already.
             self._sweep_list()
             if not self.list.ready():
@@ -328,7 +348,8 @@ class Core:
 
     def _cut(self, short: bool) -> None:
         step = self.cut + 1
-        batch = self.list.cut(step, short=short, bound=self.setup.max_staleness)
+        whole = self.scheduling.cuts_whole
+        batch = self.list.cut(step, short=short, whole=whole, bound=self.setup.max_staleness)
         self.cut = step
         shipped: dict[RolloutId, EnvName] = {}
         for sample in batch.samples:
@@ -340,6 +361,8 @@ class Core:
         self._unacknowledged += 1
         why = "what is left when every source is exhausted" if short else "the batch is full"
         self._out.say(do.ShipBatch(batch, why))
+        if self._rounds is not None:
+            self._rounds.batch_cut()
         self._cancel_stale()
         self.account.check()
         if step == self.setup.max_steps:
@@ -365,6 +388,83 @@ class Core:
                 self.turns.cancel(
                     flight, "stale", f"sampled since v{flight.oldest}; step {step} takes v{oldest} or newer"
                 )
+
+    # ── what the scheduling policy reads, and its verbs (`Desk`) ──
+
+    @property
+    def processing(self) -> Mapping[GroupId, OpenGroup]:
+        return self._processing
+
+    @property
+    def kept(self) -> Mapping[int, do.PutOff]:
+        return self.launcher.kept
+
+    @property
+    def owing(self) -> int:
+        return self.launcher.owing
+
+    @property
+    def now(self) -> float:
+        return self._out.now
+
+    @property
+    def out_of_tasks(self) -> bool:
+        return self.curriculum.exhausted
+
+    def cancel(self, flight: Flight, cause: CancelCause, reason: str) -> None:
+        self.turns.cancel(flight, cause, reason)
+
+    def hold(self, flight: Flight, reason: str) -> None:
+        if flight.cancelled is None and not flight.held:
+            self.turns.hold(flight, reason)
+
+    def release(self, flight: Flight, engine: EngineState | None = None) -> None:
+        if flight.held and flight.cancelled is None:
+            self.turns.release(flight, engine)
+
+    def discard(self, rollouts: Iterable[RolloutId], reason: str) -> None:
+        for rollout in rollouts:
+            entry = self.list.discard(rollout)
+            self.pacing.taken -= 1
+            trainable = sum(sample.trainable_tokens for sample in entry.samples)
+            self.account.of("train", entry.env).move("queued", "discarded", trainable)
+            self._out.say(do.NoteDiscarded(rollout, trainable, reason))
+
+    def give_up(self, group: OpenGroup) -> None:
+        if group.owes_launches:
+            self.launcher.withdraw(group)
+            self._process(group, self.launcher.give_up(group))
+
+    def put_off(
+        self,
+        task: TaskRef,
+        size: int,
+        reason: str,
+        *,
+        group_seed: int | None = None,
+        noise: tuple[int, ...] = (),
+        again: tuple[RolloutId, ...] = (),
+        references: tuple[float, ...] = (),
+    ) -> None:
+        self.launcher.put_offs = number = self.launcher.put_offs + 1
+        self.launcher.put_off(do.PutOff(number, task, size, group_seed, noise, again, references, reason))
+
+    def split(self, group: OpenGroup, flights: Sequence[Flight], reason: str) -> None:
+        rest, rollouts = self.launcher.new_number(), tuple([flight.id for flight in flights])
+        self._out.say(do.SplitGroup(group.id, rest, rollouts, reason))
+        closed = self.groups.split(group.id, rest, rollouts)
+        group.places -= len(rollouts)
+        self.pacing.taken -= len(rollouts)
+        self._process(group, closed)
+
+    def noise_of(self, rollout: RolloutId, group: OpenGroup) -> int:
+        return self.launcher.noise_of(rollout, group)
+
+    def may_start(self, env: EnvName) -> bool:
+        return self.launcher.may_start(env)
+
+    def start(self, group: OpenGroup, engine: EngineState) -> None:
+        self.launcher.start(group, engine)
 
     # ── evals ──
 
@@ -399,6 +499,7 @@ class Core:
         """Nothing left to draw, and nothing on its way that could still fill a batch."""
         return (
             self.curriculum.exhausted
+            and not self.launcher.kept
             and not self.launcher.owing
             and not self.flights.trains
             and not self._processing
@@ -407,7 +508,7 @@ class Core:
 
     def _finish_sources(self) -> None:
         if self.setup.short_last and len(self.list):
-            if not self.pacing.may_cut(self.cut + 1, self.fleet.held):
+            if not self.scheduling.may_cut(self.cut + 1, self.fleet.held):
                 return
             self._sweep_list()
             if len(self.list):
@@ -445,9 +546,10 @@ class Core:
 
     def snapshot(self) -> dict[str, Any]:
         """State that `restore` takes back. Groups under way are not in it: their tasks are drawn again."""
-        unfinished = [g.task for g in self.groups.groups() if g.task.split == "train"]
-        unfinished += [g.task for g in self._processing.values()]
-        unfinished += self._cut_short
+        under_way = [g for g in self.groups.groups() if g.task.split == "train"]
+        under_way += self._processing.values()
+        unfinished = [g.task for g in under_way if g.put_off is None] + self._cut_short
+        kept = [g.put_off for g in under_way if g.put_off is not None]
         return {
             "cut": self.cut,
             "next_group": self.launcher.next_group,
@@ -457,6 +559,9 @@ class Core:
             "plan": self.plan.snapshot(),
             "account": self.account.snapshot(),
             "admission": self._admission.snapshot(),
+            "scheduling": self.scheduling.snapshot(),
+            "kept": [msgspec.to_builtins(each) for each in [*kept, *self.launcher.kept.values()]],
+            "put_offs": self.launcher.put_offs,
         }
 
     def restore(self, state: dict[str, Any], trained: int, path: str = "") -> None:
@@ -475,4 +580,9 @@ class Core:
         self.plan.restore(state["plan"])
         self.account.restore(state["account"])
         self._admission.restore(state.get("admission", {}))
+        self.scheduling.restore(state.get("scheduling", {}))
+        for each in state.get("kept", ()):
+            kept = msgspec.convert(each, do.PutOff)
+            self.launcher.kept[kept.number] = kept
+        self.launcher.put_offs = state.get("put_offs", 0)
         self.pacing.taken = len(self.list)

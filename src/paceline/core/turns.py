@@ -15,6 +15,7 @@ from paceline.core.admission import Admission
 from paceline.core.fleet import FAILED_CALLS, LOAD_ATTEMPTS, SILENT_READINGS, EngineState, Fleet
 from paceline.core.flights import Flight, Flights
 from paceline.core.outbox import Outbox
+from paceline.core.scheduling.base import Scheduling
 from paceline.core.setup import CoreSetup
 from paceline.domain import commands as do
 from paceline.domain import events as on
@@ -33,6 +34,7 @@ class Turns:
         "_learner",
         "_no_engine_since",
         "_out",
+        "_policy",
         "_setup",
     )
 
@@ -40,12 +42,14 @@ class Turns:
         self,
         setup: CoreSetup,
         admission: Admission,
+        scheduling: Scheduling,
         fleet: Fleet,
         flights: Flights,
         account: Account,
         out: Outbox,
     ) -> None:
         self._setup = setup
+        self._policy = scheduling if scheduling.hears_turns else None
         self._admission = admission
         self._learner = admission if admission.learns else None
         self._fleet = fleet
@@ -84,7 +88,8 @@ class Turns:
             if engine.silent_readings >= SILENT_READINGS:
                 self.take_out(engine, f"it has not answered {engine.silent_readings} readings of its metrics")
 
-    def turn_requested(self, event: on.TurnRequested) -> None:
+    def turn_requested(self, event: on.TurnRequested) -> bool:
+        """Whether something may start because of it: the scheduling policy took the rollout off its engine."""
         flight = self._flights[event.rollout]
         engine = self._fleet[flight.engine]
         if not flight.parked:
@@ -100,10 +105,15 @@ class Turns:
             if self._learner is not None:
                 self._learner.turn_asked(engine, flight, self._out.now)
             flight.turns += not flight.continues
+            if self._policy is not None and not flight.parked and flight.task.split == "train":
+                self._policy.turn_asked(flight)
+                if flight.held or flight.cancelled is not None:
+                    return True
             if not flight.parked:
                 self._ask_gate(flight)
             elif engine.out is not None and not self._fleet.is_empty:
                 self.resume_parked(self._move(flight))
+        return False
 
     def segment_ended(self, event: on.SegmentEnded) -> None:
         flight = self._flights[event.rollout]
@@ -214,7 +224,11 @@ class Turns:
             self._flights.sampled_since(flight, engine.held)
         if self._learner is not None:
             self._learner.turn_granted(engine, flight, self._out.now)
-        self._out.say(do.GrantTurn(flight.id, engine.id, engine.held, self._setup.segment_tokens))
+        if self._policy is None or flight.task.split == "eval":
+            limit = self._setup.segment_tokens
+        else:
+            limit = self._policy.budget(flight)
+        self._out.say(do.GrantTurn(flight.id, engine.id, engine.held, limit))
 
     def release_gate(self, engine: EngineState) -> None:
         """Let through what may go on, oldest rollout first: a younger one does not slip past one that does not fit."""
@@ -233,8 +247,7 @@ class Turns:
         engine = self._fleet.place(None) or min(
             (e for e in self._fleet.engines() if e.usable), key=lambda e: e.in_flight
         )
-        self._fleet[flight.engine].remove(flight)
-        engine.add(flight)
+        self.move(flight, engine)
         return engine
 
     # ── parking and cancelling ──
@@ -275,16 +288,43 @@ class Turns:
             if flight is None:
                 return
             heappop(engine.parked_line)
-            flight.parked = False
-            engine.parked -= 1
-            engine.working_tokens += flight.context
-            if self._learner is not None:
-                self._learner.started(engine, flight, self._out.now)
-            self._out.say(
-                do.ResumeRollout(flight.id, f"{engine.active} of {self._admission.cap(engine.id)} run")
-            )
-            if flight.at_gate:
-                self._ask_gate(flight)
+            self._resume(flight, engine)
+
+    def _resume(self, flight: Flight, engine: EngineState) -> None:
+        flight.parked = False
+        engine.parked -= 1
+        engine.working_tokens += flight.context
+        if self._learner is not None:
+            self._learner.started(engine, flight, self._out.now)
+        self._out.say(do.ResumeRollout(flight.id, f"{engine.active} of {self._admission.cap(engine.id)} run"))
+        if flight.at_gate:
+            self._ask_gate(flight)
+
+    # ── what the scheduling policy holds ──
+
+    def hold(self, flight: Flight, why: str) -> None:
+        """Park a rollout until it is released, whatever the cap."""
+        flight.held = True
+        if not flight.parked:
+            self._park(flight, self._fleet[flight.engine], why)
+
+    def release(self, flight: Flight, engine: EngineState | None = None) -> None:
+        """Let it go on there, or where it was: now if the cap has room, else like any that is parked."""
+        flight.held = False
+        if engine is not None and engine.id != flight.engine:
+            self.move(flight, engine)
+        there = self._fleet[flight.engine]
+        if there.out is not None and not self._fleet.is_empty:
+            if flight.calling:
+                return  # it is moved when its call has come back, and it asks for the next
+            there = self._move(flight)
+        heappush(there.parked_line, flight)
+        self.resume_parked(there)
+
+    def move(self, flight: Flight, engine: EngineState) -> None:
+        """Place a rollout that makes no call on another engine."""
+        self._fleet[flight.engine].remove(flight)
+        engine.add(flight)
 
     def _rehouse_parked(self) -> None:
         """Parked rollouts of engines that are not used any more wait at others."""

@@ -30,6 +30,8 @@ class StartRollout(msgspec.Struct, frozen=True, gc=False, tag=True):
     version: Version
     """Policy version when it was started, for display and for `start together`; tokens carry their own."""
     reason: str = ""
+    put_off: int = 0
+    """Number of the `PutOff` that its group comes from; 0 for a task that was drawn."""
 
 
 class GrantTurn(msgspec.Struct, frozen=True, gc=False, tag=True):
@@ -150,6 +152,45 @@ class NoteStale(msgspec.Struct, frozen=True, gc=False, tag=True):
     reason: str = ""
 
 
+class NoteDiscarded(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """A rollout that waited for its batch was thrown away by the scheduling policy. Not answered."""
+
+    rollout: RolloutId
+    tokens: int
+    """Its trainable tokens."""
+    reason: str = ""
+
+
+class PutOff(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """The scheduling policy keeps rollouts of a task for later: they start as a group of their own, whose
+    `StartRollout`s name this number. Nothing to perform, and not answered."""
+
+    number: int
+    """Counted from 1 over the run."""
+    task: TaskRef
+    size: int
+    group_seed: int | None = None
+    """The initial state they must start from; None for a new one."""
+    noise: tuple[int, ...] = ()
+    """The noise seed of each member; empty for new ones."""
+    again: tuple[RolloutId, ...] = ()
+    """The rollouts whose responses they sample again, where noise is kept."""
+    references: tuple[float, ...] = ()
+    """Rewards of siblings that ended before, for their baseline."""
+    reason: str = ""
+
+
+class SplitGroup(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """Rollouts of an open group that go on later leave it for a group of their own, so that it can close without them.
+    They keep their ids. Nothing to perform, and not answered."""
+
+    group: GroupId
+    rest: GroupId
+    """The group that they are members of from here on."""
+    rollouts: tuple[RolloutId, ...]
+    reason: str = ""
+
+
 class ForgetGroup(msgspec.Struct, frozen=True, gc=False, tag=True):
     """Nothing refers to this group any more; sessions and caches keyed by it may go. Not answered."""
 
@@ -179,6 +220,9 @@ Command: TypeAlias = (
     | WakeAt
     | ReportEval
     | NoteStale
+    | NoteDiscarded
+    | PutOff
+    | SplitGroup
     | ForgetGroup
     | FinishRun
 )

@@ -24,12 +24,15 @@ Fate: TypeAlias = Literal[
     "void",
     "eval",
     "left_over",
+    "discarded",
+    "deferred",
 ]
 """Where a rollout's tokens went. `queued` is the only one that can still change.
 
 `truncated`: truncated and not trained, by policy or because nobody scored it. `overlong`: dropped (or, in
 tokens, cut) for being longer than the sequence length. `void`: its group was all-or-nothing and incomplete.
-`left_over`: still queued when the run ended.
+`left_over`: still queued when the run ended. `discarded`: thrown away by the scheduling policy, finished or not.
+`deferred`: put off by it, and sampled again from the beginning with the same noise.
 """
 
 
@@ -41,6 +44,11 @@ class ClosedGroup(msgspec.Struct, frozen=True, gc=False):
     size: int
     rollouts: tuple[Rollout, ...]
     """The last attempt of every member that was launched, in order of arrival; at most `size`."""
+    needs: int = 0
+    """Members that make it whole, where more were started than count; 0 stands for `size`."""
+    references: tuple[float, ...] = ()
+    """Rewards of siblings that ended in a group before, when this is the rest of one that was put off: they are in the
+    baseline, and their rollouts train elsewhere."""
 
 
 class Verdict(msgspec.Struct, frozen=True, gc=False):
@@ -70,3 +78,5 @@ class GroupResult(msgspec.Struct, frozen=True, gc=False):
     """Population variance over the members that voted."""
     dead: str | None = None
     """Why nothing of this group can train (`failed`, `void`, `filtered`, `zero_signal`, …); else None."""
+    references: tuple[float, ...] = ()
+    """Rewards that voted here, for the baseline of the members that were put off; empty when none was."""

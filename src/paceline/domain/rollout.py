@@ -19,8 +19,9 @@ Limit: TypeAlias = Literal["turns", "tokens", "context", "deadline"]
 FailureCause: TypeAlias = Literal["infrastructure", "environment", "engine", "empty", "unscored", "data"]
 """Why a rollout failed. `infrastructure` and `engine` may be retried; `data` is a record the sink refused."""
 
-CancelCause: TypeAlias = Literal["stale", "overload", "surplus", "shutdown", "self"]
-"""Why a rollout was cancelled. `self`: the environment raised the event loop's cancellation by itself."""
+CancelCause: TypeAlias = Literal["stale", "overload", "surplus", "shutdown", "self", "discarded", "deferred"]
+"""Why a rollout was cancelled. `self`: the environment raised the event loop's cancellation by itself. `discarded`: the
+scheduling policy throws it away. `deferred`: the policy has the same response sampled again later."""
 
 Finish: TypeAlias = Literal["stop", "length", "abort"]
 """Why one model call stopped: a stop token or string, its token limit, or an abort that kept its tokens."""

@@ -90,6 +90,7 @@ class GroupResultLine(msgspec.Struct, frozen=True, gc=False, array_like=True):
     reward_mean: float | None = None
     reward_variance: float | None = None
     dead: str | None = None
+    references: tuple[float, ...] = ()
 
 
 class RolloutEndedLine(msgspec.Struct, frozen=True, gc=False, tag="RolloutEnded"):
@@ -109,6 +110,8 @@ class ProcessGroupLine(msgspec.Struct, frozen=True, gc=False, tag="ProcessGroup"
     rollouts: tuple[RolloutId, ...]
     """Their records are in the `RolloutEnded` before."""
     reason: str = ""
+    needs: int = 0
+    references: tuple[float, ...] = ()
 
 
 class ShipBatchLine(msgspec.Struct, frozen=True, gc=False, tag="ShipBatch"):
@@ -224,14 +227,22 @@ def _verdict_line(verdict: Verdict) -> VerdictLine:
 def _group_processed(event: e.GroupProcessed) -> GroupProcessedLine:
     result = event.result
     verdicts = tuple([_verdict_line(verdict) for verdict in result.verdicts])
-    line = GroupResultLine(result.group, verdicts, result.reward_mean, result.reward_variance, result.dead)
+    line = GroupResultLine(
+        result.group, verdicts, result.reward_mean, result.reward_variance, result.dead, result.references
+    )
     return GroupProcessedLine(line, event.seconds, event.error)
 
 
 def _process_group(command: c.ProcessGroup) -> ProcessGroupLine:
     group = command.group
     return ProcessGroupLine(
-        group.id, group.task, group.size, tuple([r.id for r in group.rollouts]), command.reason
+        group.id,
+        group.task,
+        group.size,
+        tuple([r.id for r in group.rollouts]),
+        command.reason,
+        group.needs,
+        group.references,
     )
 
 
@@ -348,13 +359,17 @@ class Restorer:
 
     def __init__(self) -> None:
         self._ended: dict[GroupId, dict[RolloutId, Rollout]] = {}
+        self._moved: dict[tuple[GroupId, int], GroupId] = {}
 
     def event(self, line: EventLine) -> e.Event:
         """Before the commands of its record, which may name the rollout that ended here."""
         match line:
             case RolloutEndedLine():
                 rollout = rollout_of(line.rollout)
-                self._ended.setdefault(rollout.id.group, {})[rollout.id] = rollout
+                group = rollout.id.group
+                if self._moved:
+                    group = self._moved.get((group, rollout.id.member), group)
+                self._ended.setdefault(group, {})[rollout.id] = rollout
                 return e.RolloutEnded(rollout)
             case GroupProcessedLine(result=r):
                 verdicts = tuple(
@@ -369,10 +384,13 @@ class Restorer:
                     )
                     for v in r.verdicts
                 )
-                result = GroupResult(r.group, verdicts, r.reward_mean, r.reward_variance, r.dead)
+                result = GroupResult(
+                    r.group, verdicts, r.reward_mean, r.reward_variance, r.dead, r.references
+                )
                 return e.GroupProcessed(result, line.seconds, line.error)
             case e.RunOpened():
                 self._ended.clear()
+                self._moved.clear()
         event: e.Event = line
         return event
 
@@ -381,12 +399,17 @@ class Restorer:
             case ProcessGroupLine():
                 ended = self._ended.pop(line.group, {})
                 rollouts = tuple(ended[id_] for id_ in line.rollouts if id_ in ended)
-                return c.ProcessGroup(ClosedGroup(line.group, line.task, line.size, rollouts), line.reason)
+                group = ClosedGroup(line.group, line.task, line.size, rollouts, line.needs, line.references)
+                return c.ProcessGroup(group, line.reason)
             case ShipBatchLine():
                 return c.ShipBatch(Batch(line.step, _samples_of(line.samples), line.rollouts), line.reason)
             case SaveCheckpointLine():
                 return c.SaveCheckpoint(line.step, {}, line.reason)
+            case c.SplitGroup():
+                self._moved.update({(id_.group, id_.member): line.rest for id_ in line.rollouts})
             case c.ForgetGroup():
                 self._ended.pop(line.group, None)
+                if self._moved:
+                    self._moved = {who: rest for who, rest in self._moved.items() if rest != line.group}
         command: c.Command = line
         return command

@@ -17,13 +17,13 @@ from paceline.observe.lives import Life, LifeWatcher, Lives, Shipped
 
 Place: TypeAlias = Literal[
     "shipped", "queued", "in_flight", "zero_signal", "filtered", "stale", "failed", "cancelled", "truncated",
-    "overlong", "void", "left_over", "eval",
+    "overlong", "void", "left_over", "discarded", "deferred", "eval",
 ]  # fmt: skip
 """A fate, or `in_flight`. `queued`: ended and not settled yet, in an open group or in the batch list."""
 
 PLACES: tuple[Place, ...] = (
     "shipped", "queued", "in_flight", "zero_signal", "filtered", "stale", "failed", "cancelled", "truncated",
-    "overlong", "void", "left_over", "eval",
+    "overlong", "void", "left_over", "discarded", "deferred", "eval",
 )  # fmt: skip
 """In the order people read them: what trained, what still may, what did not."""
 

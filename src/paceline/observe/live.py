@@ -53,11 +53,13 @@ _COLOURS: dict[str, str] = {
     "overlong": "blue",
     "void": "grey50",
     "left_over": "grey35",
+    "discarded": "orange4",
+    "deferred": "steel_blue",
     "eval": "cyan",
 }
 _FATES: tuple[str, ...] = (
     "shipped", "zero_signal", "filtered", "stale", "failed", "cancelled", "truncated", "overlong", "void",
-    "left_over", "eval",
+    "left_over", "discarded", "deferred", "eval",
 )  # fmt: skip
 
 

@@ -14,7 +14,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from paceline.domain.batch import Batch
-from paceline.domain.commands import FinishRun, NoteStale, SaveCheckpoint, ShipBatch, StartRollout
+from paceline.domain.commands import (
+    FinishRun,
+    NoteDiscarded,
+    NoteStale,
+    SaveCheckpoint,
+    ShipBatch,
+    SplitGroup,
+    StartRollout,
+)
 from paceline.domain.events import GroupProcessed, RolloutEnded, RunOpened, SegmentEnded, TurnRequested
 from paceline.domain.group import Fate, GroupResult, Verdict
 from paceline.domain.ids import EngineId, EnvName, GroupId, RolloutId, Version
@@ -22,6 +30,7 @@ from paceline.domain.rollout import Ending, Rollout
 from paceline.domain.task import Split
 from paceline.observe.fold import Fold, Handler
 
+_FATES: Mapping[str, Fate] = {"stale": "stale", "discarded": "discarded", "deferred": "deferred"}
 _SNAPSHOTS = 4  # checkpoints that a resumption may go back to, newest last
 
 
@@ -30,12 +39,16 @@ class Life:
 
     __slots__ = (
         "advantage", "cached", "cause", "context", "ended", "ending", "engine", "env", "env_s", "fate", "flags",
-        "gate_s", "id", "masked", "model_s", "newest", "oldest", "prefill", "prefix", "recomputed", "reward", "rewards",
+        "gate_s", "group", "id", "masked", "model_s", "newest", "oldest", "prefill", "prefix", "put_off", "recomputed", "reward", "rewards",
         "ships", "split", "started", "tokens", "turns", "version",
     )  # fmt: skip
 
     def __init__(self, at: float, start: StartRollout) -> None:
         self.id: RolloutId = start.rollout
+        self.group: GroupId = start.rollout.group
+        """The group it is a member of now."""
+        self.put_off = start.put_off
+        """The `PutOff` that it comes from; 0 for one of a task that was drawn."""
         self.env: EnvName = start.task.env
         self.split: Split = start.task.split
         self.engine: EngineId = start.engine
@@ -145,6 +158,8 @@ class Lives(Fold):
             GroupProcessed: self._group_processed,
             ShipBatch: self._ship,
             NoteStale: self._stale,
+            NoteDiscarded: self._discarded,
+            SplitGroup: self._split,
             SaveCheckpoint: self._checkpoint,
             FinishRun: self._finish,
         }
@@ -158,14 +173,17 @@ class Lives(Fold):
     def _start(self, at: float, start: StartRollout) -> None:
         life = Life(at, start)
         self.unsettled[life.id] = life
-        self._groups.setdefault(life.id.group, []).append(life)
+        before = (
+            self.unsettled.get(life.id._replace(attempt=life.id.attempt - 1)) if life.id.attempt else None
+        )
+        if before is not None:
+            life.group = before.group
+        self._groups.setdefault(life.group, []).append(life)
+        if before is not None:
+            # The core retries a member only after its attempt has ended, so that attempt's word is its ending.
+            self._verdict(at, before, _fate_of_ending(before))
         self.in_flight[life.split] += 1
         self.tally(life.env, life.split).launched += 1
-        if life.id.attempt:
-            # The core retries a member only after its attempt has ended, so that attempt's word is its ending.
-            before = self.unsettled.get(life.id._replace(attempt=life.id.attempt - 1))
-            if before is not None:
-                self._verdict(at, before, _fate_of_ending(before))
         for watcher in self._watchers:
             watcher.on_start(at, life)
 
@@ -243,10 +261,10 @@ class Lives(Fold):
         life.fate = fate
         del self.unsettled[life.id]
         self.queue.pop(life.id, None)
-        mates = self._groups[life.id.group]
+        mates = self._groups[life.group]
         mates.remove(life)
         if not mates:
-            del self._groups[life.id.group]
+            del self._groups[life.group]
         for watcher in self._watchers:
             watcher.on_settled(at, life, shipped)
 
@@ -263,6 +281,18 @@ class Lives(Fold):
             self._settle(at, life, "stale")
         elif command.action == "masked":
             life.masked += command.tokens
+
+    def _discarded(self, at: float, command: NoteDiscarded) -> None:
+        if (life := self.queue.get(command.rollout)) is not None:
+            self._settle(at, life, "discarded")
+
+    def _split(self, at: float, command: SplitGroup) -> None:
+        for rollout in command.rollouts:
+            if (life := self.unsettled.get(rollout)) is None:
+                continue
+            self._groups[life.group].remove(life)
+            life.group = command.rest
+            self._groups.setdefault(command.rest, []).append(life)
 
     def _checkpoint(self, at: float, command: SaveCheckpoint) -> None:
         self._queued_at[command.step] = frozenset(self.queue)
@@ -342,6 +372,6 @@ def _copy_verdict(life: Life, verdict: Verdict) -> None:
 
 def _fate_of_ending(life: Life) -> Fate:
     """The fate of a rollout on which nobody gave a verdict: what its ending says."""
-    if life.ending == "cancelled" and life.cause == "stale":
-        return "stale"
+    if life.ending == "cancelled":
+        return _FATES.get(life.cause or "", "cancelled")
     return "failed" if life.ending == "failed" else "cancelled"

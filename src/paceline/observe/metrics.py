@@ -51,7 +51,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("train/<scope>/env_s", "s", "Mean seconds of a rollout in its environment."),
     Metric("train/<scope>/drawn_share", "share", "Of the rollouts drawn so far, those of this environment."),
     Metric("train/<scope>/shipped_share", "share", "Of the rollouts shipped so far, those of this environment."),
-    Metric("train/<scope>/length_bias", "ratio", "Mean length of all shipped rollouts so far / of all drawn; 1 is unbiased."),
+    Metric("train/<scope>/length_bias", "ratio", "Mean length of all shipped rollouts so far / of all responses drawn; 1 is unbiased."),
     Metric("staleness/mean", "steps", "Over the rollouts of the batch: steps from their oldest token to this one."),
     Metric("staleness/max", "steps", "The largest of them."),
     Metric("tokens/sampled", "tokens", "Sampled since the batch before, train and eval."),

@@ -60,7 +60,7 @@ class RunFolds:
         self.training = Training(self.lives, self.account, self.lengths, keep=1024 if live else None)
         self.spans = Spans(timeline_steps)
         self.conversations = Conversations()
-        folds: tuple[Fold, ...] = (self.run, self.lives, self.training)
+        folds: tuple[Fold, ...] = (self.run, self.lives, self.lengths, self.training)
         if not live:
             folds = (*folds, self.spans, self.conversations)
         self._folds = Folds(folds)

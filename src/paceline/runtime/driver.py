@@ -137,6 +137,9 @@ class Driver:
             do.WakeAt: self._set_alarm,
             do.ReportEval: _seen_by_folds,
             do.NoteStale: _seen_by_folds,
+            do.NoteDiscarded: _seen_by_folds,
+            do.PutOff: _seen_by_folds,
+            do.SplitGroup: _seen_by_folds,
             do.ForgetGroup: _seen_by_folds,
             do.FinishRun: self._finish_run,
         }

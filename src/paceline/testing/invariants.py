@@ -63,10 +63,13 @@ class Invariants:
         self._processed: set[GroupId] = set()
         self._forgotten: set[GroupId] = set()
         self._shipped: set[RolloutId] = set()
+        self._thrown: set[RolloutId] = set()
         self._asked: set[RolloutId] = set()
         self._calls: dict[RolloutId, str] = {}
         self._cancelled: set[RolloutId] = set()
         self._parked: set[RolloutId] = set()
+        self._moved: dict[tuple[GroupId, int], GroupId] = {}
+        self._kept: dict[int, do.PutOff] = {}
         self._loading: set[str] = set()
         self._step: int | None = None
         self._lost_any = False
@@ -128,13 +131,29 @@ class Invariants:
             self._forgotten.add(command.group)
         elif isinstance(command, do.ShipBatch):
             self._ship(world, command.batch)
+        elif isinstance(command, do.SplitGroup):
+            self._moved.update({rollout[:2]: command.rest for rollout in command.rollouts})
+            self._streams[command.rest] = self._streams[command.group]
+        elif isinstance(command, do.PutOff):
+            self._rule(command.number not in self._kept, "put off twice", command.number)
+            self._kept[command.number] = command
+        elif isinstance(command, do.NoteDiscarded):
+            self._rule(command.rollout not in self._shipped, "shipped and thrown away", command.rollout)
+            self._thrown.add(command.rollout)
 
     def _start(self, command: do.StartRollout) -> None:
         rollout, stream = command.rollout, (command.task.split, command.task.env)
         self._launched[stream] += 1
         self._streams[rollout.group] = stream
         self._rule(rollout not in self._ended, "a rollout started twice", rollout)
-        self._rule(rollout.group not in self._processed, "a member started after its group closed", rollout)
+        group = self._moved.get(rollout[:2], rollout.group)
+        self._rule(group not in self._processed, "a member started after its group closed", rollout)
+        if command.put_off:
+            kept = self._kept[command.put_off]
+            pinned = not kept.noise or kept.noise[rollout.member] == command.noise_seed
+            self._rule(pinned, "a response that was put off came back with other noise", rollout)
+            seeded = kept.group_seed is None or kept.group_seed == command.group_seed
+            self._rule(seeded, "and from another initial state", rollout)
         if rollout.attempt:
             before = rollout._replace(attempt=rollout.attempt - 1)
             self._rule(before in self._ended, "a retry began before the attempt had ended", rollout)
@@ -165,6 +184,8 @@ class Invariants:
         self._step = batch.step
         twice = self._shipped.intersection(batch.rollouts)
         self._rule(not twice and len(set(batch.rollouts)) == len(batch.rollouts), "shipped twice", *twice)
+        back = self._thrown.intersection(batch.rollouts)
+        self._rule(not back, "shipped although it was thrown away", *back)
         self._shipped.update(batch.rollouts)
         self._rule(len({s.rollout for s in batch.samples}) == len(batch.rollouts), "samples were split off")
         rules = {spec.name: spec.on_stale for spec in setup.train}

@@ -21,6 +21,7 @@ from paceline.core.admission import Admission, FixedCap
 from paceline.core.advantages import Algorithm, builtin
 from paceline.core.processing import GroupRules
 from paceline.core.scheduler import Core
+from paceline.core.scheduling import Scheduling
 from paceline.core.setup import CoreSetup
 from paceline.domain import commands as do
 from paceline.domain import events as on
@@ -116,6 +117,7 @@ def run_driver(
     trainer: Callable[[], ScriptedTrainer] = ScriptedTrainer,
     cap: int = 4,
     admission: Admission | None = None,
+    scheduling: Scheduling | None = None,
     limits: Limits | None = None,
     algorithm: Algorithm | None = None,
     rules: Callable[[EnvName], GroupRules] | None = None,
@@ -139,7 +141,7 @@ def run_driver(
             lambda _, context: lost.append(str(context.get("exception") or context["message"]))
         )
         chosen = admission or FixedCap(cap)
-        core = Core(setup, chosen)
+        core = Core(setup, chosen, scheduling)
         made = {engine.info.id: engine for engine in engines or (ScriptedEngine(),)}
         run = DriverRun(core, journal or MemoryJournal(), trainer(), made)
         if state is not None:

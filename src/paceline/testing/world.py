@@ -22,6 +22,7 @@ from paceline.core.admission import Admission, FixedCap
 from paceline.core.advantages import Algorithm, builtin
 from paceline.core.processing import GroupRules, broken_group, process_group
 from paceline.core.scheduler import Core
+from paceline.core.scheduling import Scheduling
 from paceline.core.setup import CoreSetup
 from paceline.domain import commands as do
 from paceline.domain import events as on
@@ -81,6 +82,7 @@ class World:
         engines: int = 1,
         cap: int = 4,
         admission: Admission | None = None,
+        scheduling: Scheduling | None = None,
         algorithm: Algorithm | None = None,
         rules: Callable[[EnvName], GroupRules] | None = None,
         state: dict[str, Any] | None = None,
@@ -91,7 +93,7 @@ class World:
         self.script = script or Script()
         self.admission = admission or FixedCap(cap)
         self.resumed = state is not None
-        self.core = Core(setup, self.admission)
+        self.core = Core(setup, self.admission, scheduling)
         self.now = 0.0
         self.trace = Trace()
         self.running: dict[RolloutId, _Running] = {}
@@ -436,6 +438,15 @@ class World:
         pass
 
     def _do_NoteStale(self, command: do.NoteStale) -> None:
+        pass
+
+    def _do_NoteDiscarded(self, command: do.NoteDiscarded) -> None:
+        pass
+
+    def _do_PutOff(self, command: do.PutOff) -> None:
+        pass
+
+    def _do_SplitGroup(self, command: do.SplitGroup) -> None:
         pass
 
     def _do_FinishRun(self, command: do.FinishRun) -> None:

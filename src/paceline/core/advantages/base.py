@@ -59,6 +59,9 @@ class GroupView(msgspec.Struct, frozen=True):
     rollouts: tuple[Rollout, ...]
     samples: tuple[tuple[Sample, ...], ...]
     """The samples of each member that may train; empty for one that only votes."""
+    references: NDArray[np.float64] = np.zeros(0)
+    """Rewards of siblings whose group closed before: members of the baseline, but not of this view. Empty unless this is
+    the rest of a group that was put off."""
 
     def __len__(self) -> int:
         return len(self.rollouts)
@@ -95,7 +98,9 @@ def centred(view: GroupView) -> NDArray[np.float64]:
     """Reward minus the mean of those that vote; exactly 0 everywhere when no reward differs or nobody votes."""
     rewards = view.rewards
     voting = rewards if view.votes.all() else rewards[view.votes]
-    if not len(voting) or not _differ(rewards):
+    if len(view.references):
+        voting = np.concatenate([voting, view.references])
+    if not len(voting) or not _differ(voting if len(view.references) else rewards):
         return np.zeros(len(rewards))
     difference: NDArray[np.float64] = rewards - np.add.reduce(voting) / len(voting)
     return difference
@@ -103,7 +108,7 @@ def centred(view: GroupView) -> NDArray[np.float64]:
 
 def spread(view: GroupView) -> float:
     """Population standard deviation of the rewards that vote; exactly 0 when none differs."""
-    voting = view.rewards[view.votes]
+    voting = np.concatenate([view.rewards[view.votes], view.references])
     return float(voting.std()) if len(voting) and _differ(voting) else 0.0
 
 
