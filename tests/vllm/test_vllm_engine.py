@@ -113,6 +113,27 @@ async def test_weights_that_change_under_a_request_are_stamped_where_they_change
 
 
 @pytest.mark.usefixtures("endless")
+async def test_interrupted_requests_keep_their_tokens_and_go_on_under_the_new_weights(
+    server: Server, weights: list[Path], references: list[Reference]
+) -> None:
+    async with engine_on(server, interrupt=True) as engine:
+        await engine.update_weights(0, str(weights[0]))
+        running = [
+            asyncio.ensure_future(engine.generate(request(400, salt="v0", seed=seed))) for seed in range(4)
+        ]
+        await generating(engine)
+        await engine.update_weights(1, str(weights[1]))
+        for seed, reply in enumerate(await asyncio.gather(*running)):
+            assert (reply.finish, versions_of(reply)) == ("abort", [0])
+            assert 0 < len(reply.token_ids) < 400
+            assert_same(reply.logprobs, references[0].logprobs(PROMPT, reply.token_ids))
+            context = np.concatenate([PROMPT, reply.token_ids])
+            rest = await engine.generate(request(20, context, salt="v1", seed=seed))
+            assert versions_of(rest) == [1]
+            assert_same(rest.logprobs, references[1].logprobs(context, rest.token_ids))
+
+
+@pytest.mark.usefixtures("endless")
 async def test_three_versions_in_one_request(
     engine: HttpEngine, weights: list[Path], references: list[Reference]
 ) -> None:

@@ -139,6 +139,7 @@ class RunEngines:
             limits=limits,
             api_key=key,
             start_s=section.start_s,
+            interrupt=section.inflight == "interrupt",
             check=ProbeCheck(section.probe_tolerance, read_probes),
         )
 

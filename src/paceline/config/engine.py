@@ -34,6 +34,10 @@ class EmbeddedEngine(Section):
     probe_tolerance: float = Field(default=0.15, ge=0)
     """Mean difference, in nats, between its logprobs and the trainer's on a few prompts after each load of weights,
     above which it is not believed to hold them; 0 does not ask."""
+    inflight: Literal["keep", "interrupt"] = "keep"
+    """Requests in flight when new weights come: `keep` freezes them while the weights are loaded, then they go on;
+    `interrupt` aborts them with the tokens they have, and they go on as new requests. No request then spans two
+    versions, and its prompt is prefilled anew. Every token carries the version that sampled it either way."""
     lost_s: float = Field(default=180.0, gt=0)
     """Seconds without any engine before the run ends; one that died is started again meanwhile."""
 
@@ -68,6 +72,10 @@ class _Servers(Section):
     probe_tolerance: float = Field(default=0.15, ge=0)
     """Mean difference, in nats, between its logprobs and the trainer's on a few prompts after each load of weights,
     above which it is not believed to hold them; 0 does not ask."""
+    inflight: Literal["keep", "interrupt"] = "keep"
+    """Requests in flight when new weights come: `keep` freezes them while the weights are loaded, then they go on;
+    `interrupt` aborts them with the tokens they have, and they go on as new requests. No request then spans two
+    versions, and its prompt is prefilled anew. Every token carries the version that sampled it either way."""
     lost_s: float = Field(default=600.0, gt=0)
     """Seconds without any server before the run ends; one that answers again meanwhile is used again."""
 

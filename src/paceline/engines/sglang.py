@@ -329,6 +329,7 @@ async def connect(
     retry: Retry | None = None,
     api_key: str | None = None,
     start_s: float = 600.0,
+    interrupt: bool = False,
     check: WeightCheck | None = None,
 ) -> HttpEngine:
     """Wait until the server at `url` answers, look at what it can do, and return the engine.
@@ -343,4 +344,12 @@ async def connect(
     except BaseException:
         await link.close()
         raise
-    return HttpEngine(link, id, facts, SglangDialect(link), max_connections=max_connections, check=check)
+    return HttpEngine(
+        link,
+        id,
+        facts,
+        SglangDialect(link),
+        max_connections=max_connections,
+        interrupt=interrupt,
+        check=check,
+    )

@@ -116,3 +116,31 @@ async def test_the_embedded_engine_keeps_the_whole_contract(engine: HttpEngine, 
     assert (load.running, load.waiting) == (0, 0)
     assert load.generated_tokens > 100
     assert 0 < load.prefix_hits < load.prefix_queries
+
+
+async def test_an_engine_that_interrupts_keeps_the_tokens_and_no_call_spans_two_versions(
+    models: list[str], tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "paceline.engines.embedded", "--model", models[0], "--kv-tokens", "8192"]
+    async with await ChildProcess.start(command, name="engine-0", log_path=tmp_path / "log") as server:
+        engine = await connect(server.ready["url"], id="e0", served_name="policy", interrupt=True)
+        try:
+            running = [asyncio.ensure_future(engine.generate(request(f"a{n}", 3000))) for n in range(3)]
+            await until_running(engine)
+            update = asyncio.ensure_future(engine.update_weights(1, models[1]))
+            while not update.done() and engine.in_flight:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            late = await engine.generate(request("late", 40))
+            await update
+            for reply in await asyncio.gather(*running):
+                assert reply.finish == "abort"
+                assert reply.versions == ((0, len(reply.token_ids)),)
+                assert 0 < len(reply.token_ids) < 3000
+            if late.finish == "abort":
+                assert not len(late.token_ids), "it was held off, and asks again"
+            else:
+                assert late.versions == ((1, 40),)
+            after = await engine.generate(request("after", 40))
+            assert after.versions == ((1, 40),)
+        finally:
+            await engine.close()

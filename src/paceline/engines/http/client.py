@@ -41,11 +41,13 @@ async def connect(
     api_key: str | None = None,
     start_s: float = 600.0,
     keep_kv: bool = False,
+    interrupt: bool = False,
     check: WeightCheck | None = None,
 ) -> HttpEngine:
     """Wait until the server at `url` answers, look at what it can do, and return the engine.
 
-    `max_connections` is how many generate calls may be in flight: at least the cap on rollouts. EngineError
+    `max_connections` is how many generate calls may be in flight: at least the cap on rollouts. `interrupt`: calls in
+    flight are aborted before new weights are loaded, with the tokens they have; else they go on under them. EngineError
     when it does not answer within `start_s`, serves no model `served_name`, or does not return token ids.
     """
     link = Link(url, f"engine {id} ({url})", limits or Limits(), retry or Retry(), api_key)
@@ -57,7 +59,9 @@ async def connect(
         await link.close()
         raise
     dialect = VllmDialect(link, served_name, facts.route, keep_kv=keep_kv)
-    return HttpEngine(link, id, facts, dialect, max_connections=max_connections, check=check)
+    return HttpEngine(
+        link, id, facts, dialect, max_connections=max_connections, interrupt=interrupt, check=check
+    )
 
 
 class _Flight:
@@ -92,6 +96,7 @@ class HttpEngine:
         dialect: Dialect,
         *,
         max_connections: int,
+        interrupt: bool = False,
         check: WeightCheck | None = None,
     ) -> None:
         self._link, self._dialect, self._facts = link, dialect, facts
@@ -102,6 +107,9 @@ class HttpEngine:
         self._flights: dict[str, _Flight] = {}
         self._check = check
         self._loading = asyncio.Lock()
+        self._interrupt = interrupt
+        self._takes_calls = True
+        """False while weights are loaded that no call may span."""
         self._can_abort = True
 
     @property
@@ -125,6 +133,8 @@ class HttpEngine:
 
     async def generate(self, request: GenerateRequest) -> GenerateReply:
         async with self._places:
+            if not self._takes_calls:
+                return _NOTHING  # granted in the moment before: it asks the gate again
             if request.request_id in self._flights:
                 raise EngineError(f"{self._link.name}: request {request.request_id} is in flight already")
             flight = self._flights[request.request_id] = _Flight(request.request_id)
@@ -172,7 +182,13 @@ class HttpEngine:
         async with self._loading:
             if self._check is not None:
                 await self._check.before(path)
-            await self._dialect.load_weights(version, path)
+            try:
+                if self._interrupt:
+                    self._takes_calls = False
+                    await asyncio.gather(*(self.abort(request) for request in list(self._flights)))
+                await self._dialect.load_weights(version, path)
+            finally:
+                self._takes_calls = True
             if self._check is not None:
                 # It works again by now: in-flight requests need not wait for the answer, new turns do.
                 await self._check.after(self, version, path)
