@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextvars import copy_context
 from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
@@ -108,6 +109,8 @@ class Driver:
         self._offload = offload
         self._folds = tuple(folds)
         self._slice_s = slice_s
+        # Commands may be carried out inside an environment's task: what it has set in its context stays its own.
+        self._context = copy_context()
         self._loop = asyncio.get_running_loop()
         self.clock = clock or self._loop.time
         self._inbox = inbox
@@ -165,7 +168,7 @@ class Driver:
                 self._inbox.post(opened)
                 for event in joined:
                     self._inbox.post(event)
-                self._inbox.on_event(self._drain)
+                self._inbox.on_event(self._drain, self._slice_s)
                 self._runner.on_stuck = self.fail
                 self._runner.is_sole_canceller = True
                 try:
@@ -231,7 +234,7 @@ class Driver:
     # ── commands ──
 
     def _start_rollout(self, command: do.StartRollout) -> None:
-        self._tasks.create_task(self._roll_out(command))
+        self._tasks.create_task(self._roll_out(command), context=self._context.copy())
 
     async def _roll_out(self, command: do.StartRollout) -> None:
         try:
@@ -282,7 +285,7 @@ class Driver:
 
     def _set_alarm(self, command: do.WakeAt) -> None:
         delay = max(0.0, command.at - self.clock())
-        self._loop.call_later(delay, self._inbox.post, on.TimerFired())
+        self._loop.call_later(delay, self._inbox.post, on.TimerFired(), context=self._context)
 
     def _finish_run(self, command: do.FinishRun) -> None:
         if not self._finish.done():
@@ -296,7 +299,7 @@ class Driver:
         async def answer() -> None:
             self._inbox.post(await make())
 
-        return self._tasks.create_task(self._guarded(name, answer))
+        return self._tasks.create_task(self._guarded(name, answer), context=self._context.copy())
 
     async def _guarded(self, name: str, make: Callable[[], Awaitable[None]]) -> None:
         """Whatever fails in the background ends the run at once, by its name; the rest is then stopped."""

@@ -5,35 +5,62 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from time import perf_counter
+from typing import Final
 
 from paceline.domain.commands import GrantTurn
 from paceline.domain.events import Event, SegmentEnded, TurnRequested
 from paceline.domain.ids import RolloutId
 
+SHARE: Final = 0.75
+"""Share of the loop's time that handling events at once may take; the rest waits for the loop's next turn."""
+
 
 class Inbox:
-    """Events in order, and one wake-up for any number of them."""
+    """Events in order, each handled at once where that holds nobody up.
 
-    __slots__ = ("_loop", "_scheduled", "_wake", "events")
+    An event that finds the inbox empty is handled inside `post`: the turn that was asked for is granted, and the next
+    rollout started, without another turn of the loop, which costs more than the decision does. A burst is not: many
+    callbacks of one loop turn would each take their time, and sockets would wait for all of them. So `post` handles
+    events only as long as it has taken less than `SHARE` of the time, give or take half a slice; what comes on top is
+    left in line for one wake-up, which takes any number of them in slices.
+    """
+
+    __slots__ = ("_busy", "_loop", "_owes_until", "_scheduled", "_slack", "_wake", "events")
 
     def __init__(self) -> None:
         """Call on a running loop."""
         self._loop = asyncio.get_running_loop()
         self._wake: Callable[[], None] | None = None
         self._scheduled = False
+        self._busy = False
+        self._slack = 0.0
+        self._owes_until = 0.0
+        """When the time taken in `post` will have become `SHARE` of the time that passed."""
         self.events: deque[Event] = deque()
 
-    def on_event(self, wake: Callable[[], None]) -> None:
-        """`wake` runs on the loop, soon after an event was posted, once for all that are there by then."""
+    def on_event(self, wake: Callable[[], None], slice_s: float) -> None:
+        """`wake` handles what is in `events`, or calls `reschedule` when it has taken `slice_s` seconds over it.
+
+        It is called inside `post`, or on the loop soon after; never while it runs.
+        """
         self._wake = wake
+        self._slack = slice_s / 2
         if self.events:
             self.reschedule()
 
     def post(self, event: Event) -> None:
-        """Report something that happened. Handled in order, soon, on this loop."""
+        """Report something that happened. Handled in order, at once or soon, on this loop."""
         self.events.append(event)
-        if not self._scheduled:
+        if self._busy or self._scheduled or self._wake is None:
+            return  # whoever handles the others takes it along
+        began = perf_counter()
+        owes_until = self._owes_until
+        if owes_until - began > self._slack:
             self.reschedule()
+            return
+        self._handle(self._wake)
+        self._owes_until = max(owes_until, began) + (perf_counter() - began) / SHARE
 
     def reschedule(self) -> None:
         """Wake although nothing new was posted: some events were left for the loop's next turn."""
@@ -44,7 +71,14 @@ class Inbox:
     def _fire(self) -> None:
         self._scheduled = False
         if self._wake is not None:
-            self._wake()
+            self._handle(self._wake)
+
+    def _handle(self, wake: Callable[[], None]) -> None:
+        self._busy = True
+        try:
+            wake()
+        finally:
+            self._busy = False
 
 
 class Gates:
@@ -58,7 +92,7 @@ class Gates:
         self._waiting: dict[RolloutId, asyncio.Future[GrantTurn]] = {}
 
     def request(self, event: TurnRequested) -> asyncio.Future[GrantTurn]:
-        """A rollout asks for a model call; the future is set when it may go ahead."""
+        """A rollout asks for a model call; the future is set when it may go ahead, which may be at once."""
         future: asyncio.Future[GrantTurn] = self._loop.create_future()
         self._waiting[event.rollout] = future
         self._inbox.post(event)

@@ -482,6 +482,10 @@ class ModelCalls:
             self.where, self.engine, self.request_id = "engine", engine, request.request_id
             reply = check_reply(await engine.generate(request), request.sampling.max_tokens)
         except BaseException as error:
+            self.where, self.engine = (
+                "env",
+                None,
+            )  # before the report: what it brings about finds no call here
             took = self._clock() - began
             self.model_s += took
             cancelled = not isinstance(error, Exception)
