@@ -22,6 +22,7 @@ from paceline.config.filters import (
 )
 from paceline.config.metrics import MetricsSection, PrometheusSection, TensorboardSection, WandbSection
 from paceline.config.model import ModelSection, SamplingOverride, SamplingSection
+from paceline.config.mix import MixSection
 from paceline.config.run import RunConfig, RunSection
 from paceline.config.scheduling import (
     OverlapScheduling,
@@ -31,6 +32,7 @@ from paceline.config.scheduling import (
 )
 from paceline.config.trainer import CheckpointSection, ExternalTrainer, ReferenceTrainer, TrainerSection
 
+from paceline.config.workers import InlineWorkers, ProcessWorkers, RayWorkers, WorkersSection
 __all__ = [
     "AdaptiveAdmission",
     "AdmissionSection",
@@ -48,15 +50,19 @@ __all__ = [
     "GibberishFilter",
     "LengthFilter",
     "Limits",
+    "InlineWorkers",
     "MetricsSection",
     "ModelSection",
     "OverlapScheduling",
+    "MixSection",
     "OverprovisionScheduling",
     "PreFilter",
     "PredictiveAdmission",
     "PrometheusSection",
     "ReferenceTrainer",
+    "ProcessWorkers",
     "RepetitionFilter",
+    "RayWorkers",
     "RunConfig",
     "RunSection",
     "SamplingOverride",
@@ -70,3 +76,4 @@ __all__ = [
     "VllmEngine",
     "WandbSection",
 ]
+    "WorkersSection",

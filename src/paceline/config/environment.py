@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from paceline.config.algorithm import AlgorithmSection
 from paceline.config.base import Section
 from paceline.config.model import SamplingOverride
+from paceline.config.workers import InlineWorkers, WorkersSection
+
+
+SAMPLERS = ("shuffled", "sequential", "difficulty", "band")
+"""Samplers that come with Paceline."""
 
 
 class Limits(Section):
@@ -36,17 +41,33 @@ class EnvSection(Section):
     args: dict[str, Any] = {}
     """Keyword arguments of the environment."""
     weight: float = Field(default=1.0, gt=0)
-    """Share of groups drawn from it, relative to the other environments' weights."""
+    """Its share of what reaches the trainer (`mix.by`), relative to the other environments' weights."""
+    draw_floor: float | None = Field(default=None, ge=0, le=1)
+    """Least share of draws, from 0 to 1, whatever it brings; none takes a tenth of its share."""
+    draw_ceiling: float | None = Field(default=None, gt=0, le=1)
+    """Largest share of draws, which bounds what an environment costs that brings little; none goes half way from its
+    share to all."""
     group_size: int = Field(default=8, ge=1)
     """Rollouts of one task that share a baseline."""
-    sampler: Literal["shuffled", "sequential"] = "shuffled"
-    """Order in which tasks are drawn; `shuffled` permutes each epoch anew by the run's seed."""
+    sampler: str = "shuffled"
+    """Which task is drawn: `shuffled` permutes each epoch anew by the run's seed; `sequential`; `difficulty` (pools by
+    mean reward) and `band` (success rates) draw with replacement by how tasks went; or `module:Class`, your own."""
+    sampler_args: dict[str, Any] = {}
+    """Keyword arguments of a sampler that learns."""
     epochs: int | None = Field(default=None, ge=1)
     """Walks through a finite source before it is exhausted; none goes round for ever."""
     tasks_per_minute: float | None = Field(default=None, gt=0)
     """Most rollouts started a minute: what a sandbox provider can bear. Never delays collection."""
     max_attempts: int = Field(default=2, ge=1)
     """Attempts at one member; a further one only after an `infrastructure` or `engine` failure."""
+    workers: WorkersSection = InlineWorkers()
+    """Where its code runs: `inline`, `process` or `ray`."""
+    max_concurrent: int | None = Field(default=None, ge=1)
+    """Most rollouts of it in flight; none leaves it to admission. Other environments go on meanwhile."""
+    cold_starts: int | None = Field(default=None, ge=1)
+    """Most sandboxes set up at once (`self.cold_start()`), over all its workers; none sets no limit."""
+    cold_starts_per_s: float | None = Field(default=None, gt=0)
+    """Most sandboxes whose set-up begins in a second, over all its workers; none sets no limit."""
     limits: Limits = Limits()
     """Budgets of one rollout."""
     sampling: SamplingOverride = SamplingOverride()
@@ -62,6 +83,13 @@ class EnvSection(Section):
     on_stale: Literal["drop", "train", "mask_tokens"] = "drop"
     """A rollout staler than `scheduling.max_staleness`: drop it, train it all the same (counted), or train
     only its tokens that are fresh enough."""
+
+    @field_validator("sampler")
+    @classmethod
+    def _sampler_is_known(cls, name: str) -> str:
+        if name not in SAMPLERS and ":" not in name:
+            raise ValueError(f"expected one of {', '.join(SAMPLERS)}, or module:Class")
+        return name
 
     @property
     def label(self) -> str:
@@ -88,6 +116,12 @@ class EvalSection(Section):
     """Measure v0 before anything was trained."""
     at_end: bool = True
     """Measure the last version, whatever `every` says."""
+    workers: WorkersSection = InlineWorkers()
+    """Where its code runs: `inline`, `process` or `ray`."""
+    cold_starts: int | None = Field(default=None, ge=1)
+    """Most sandboxes set up at once (`self.cold_start()`), over all its workers; none sets no limit."""
+    cold_starts_per_s: float | None = Field(default=None, gt=0)
+    """Most sandboxes whose set-up begins in a second, over all its workers; none sets no limit."""
     limits: Limits = Limits()
     """Budgets of one rollout."""
     sampling: SamplingOverride = SamplingOverride()

@@ -15,6 +15,7 @@ from paceline.config.environment import EnvSection, EvalSection
 from paceline.config.filters import FiltersSection
 from paceline.config.metrics import MetricsSection
 from paceline.config.model import ModelSection, SamplingSection
+from paceline.config.mix import MixSection
 from paceline.config.scheduling import OverlapScheduling, SchedulingSection
 from paceline.config.trainer import CheckpointSection, ReferenceTrainer, TrainerSection
 
@@ -47,6 +48,8 @@ class RunConfig(Section):
     env: tuple[EnvSection, ...] = Field(min_length=1)
     """Environments trained on, mixed by `weight`."""
     eval: tuple[EvalSection, ...] = ()
+    mix: MixSection = MixSection()
+    """What the environments' weights are shares of."""
     """Held-out measurements."""
     engine: EngineSection = EmbeddedEngine()
     """Where tokens come from."""

@@ -229,6 +229,11 @@ class Fleet:
             return False
         return self.placement.waits(preferred, there.id, env, now, self._admission.prefill_s(there.id))
 
+    def place_anyway(self) -> EngineState | None:
+        """The usable engine that holds fewest rollouts, room or not; None when none is usable."""
+        usable = [engine for engine in self._engines.values() if engine.usable]
+        return min(usable, key=lambda engine: engine.active, default=None)
+
     def joined(self, event: EngineJoined, catch_up: Version) -> EngineState:
         """An engine answers. It is ready unless the others already hold something newer, `catch_up`."""
         known = self._engines.get(event.info.id)

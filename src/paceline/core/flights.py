@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.core.accounting import StreamAccount
-from paceline.domain.ids import EngineId, RolloutId, Version
+from paceline.domain.ids import EngineId, EnvName, RolloutId, Version
 from paceline.domain.rollout import CancelCause
 from paceline.domain.task import TaskRef
 from paceline.errors import InvariantError
@@ -89,13 +89,15 @@ class Flight:
 class Flights:
     """The in-flight ledger, with an index by oldest version so that a sweep touches only what it takes."""
 
-    __slots__ = ("_by_id", "_by_version", "evals", "trains")
+    __slots__ = ("_by_id", "_by_version", "evals", "of_env", "trains")
 
     def __init__(self) -> None:
         self._by_id: dict[RolloutId, Flight] = {}
         self._by_version: dict[Version, dict[RolloutId, Flight]] = {}
         self.evals = 0
         self.trains = 0
+        self.of_env: dict[EnvName, int] = {}
+        """Training rollouts in flight by environment."""
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -121,6 +123,8 @@ class Flights:
             self.evals += 1
         else:
             self.trains += 1
+            env = flight.task.env
+            self.of_env[env] = self.of_env.get(env, 0) + 1
 
     def remove(self, rollout: RolloutId) -> Flight:
         flight = self[rollout]
@@ -129,6 +133,7 @@ class Flights:
             self.evals -= 1
         else:
             self.trains -= 1
+            self.of_env[flight.task.env] -= 1
             self._unindex(flight)
         return flight
 

@@ -97,8 +97,12 @@ class Rollout(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     gate_s: float = 0.0
     """Seconds spent waiting at the turn gate."""
     messages: tuple[Message, ...] = ()
-    turn_advantages: tuple[float, ...] | None = None
-    """Reserved for environments that score single turns; one number a turn."""
+    turn_rewards: tuple[float, ...] | None = None
+    """What each turn earned of the reward, one number a turn; None where the reward belongs to the whole rollout."""
+    role: str = ""
+    """Which of several agents it was; members of a group are compared with those of their role alone."""
+    trains: bool = True
+    """False for an agent that was only played against: it neither votes nor trains."""
     info: dict[str, Any] = {}
     """Small JSON-like facts for people: never read by a decision."""
 

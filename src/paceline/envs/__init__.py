@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from paceline.envs.group_env import GroupEnv, MultiAgentEnv, Seat
 from paceline.envs.protocol import (
     ChatMessage,
     Context,
@@ -23,27 +24,40 @@ from paceline.envs.protocol import (
 from paceline.envs.recorder import Recorder
 from paceline.envs.registry import BUILT_IN, environment_class, make_environment
 from paceline.envs.text import CutSide, cut_text
+from paceline.envs.tool_env import ToolEnv
+from paceline.envs.tools import BadCall, CallFormat, PlainCalls, TaggedCalls, Tool, ToolBox, ToolCall
 
 __all__ = [
     "BUILT_IN",
+    "BadCall",
+    "CallFormat",
     "ChatMessage",
     "Context",
     "CutSide",
     "EndlessTasks",
     "Environment",
+    "GroupEnv",
     "InfrastructureError",
     "ListTasks",
     "Model",
+    "MultiAgentEnv",
     "MultiTurnEnv",
     "Observation",
+    "PlainCalls",
     "Recorder",
     "Reply",
     "Result",
     "RolloutTruncated",
     "Says",
     "ScoringError",
+    "Seat",
     "SingleTurnEnv",
+    "TaggedCalls",
     "TaskSource",
+    "Tool",
+    "ToolBox",
+    "ToolCall",
+    "ToolEnv",
     "cut_text",
     "environment_class",
     "make_environment",

@@ -15,9 +15,12 @@ rollouts of its kind at once: keep what belongs to one rollout in local variable
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
 import msgspec
@@ -27,6 +30,7 @@ from numpy.typing import NDArray
 from paceline.domain.ids import RolloutId
 from paceline.domain.rollout import Finish, Limit
 from paceline.domain.task import Split, Task
+from paceline.envs.surroundings import InRun, Surroundings
 from paceline.errors import EnvError, said_by
 
 ChatMessage: TypeAlias = Mapping[str, Any]
@@ -75,6 +79,13 @@ class Result(msgspec.Struct, frozen=True):
     """A limit of the environment's own that cut the rollout short; those of the run need not be told."""
     info: dict[str, Any] = {}
     """Small JSON-like facts for people."""
+    turn_rewards: tuple[float, ...] = ()
+    """The part of the reward that each turn earned, one number a turn, for algorithms that credit turns; empty for a
+    reward that belongs to the whole rollout."""
+    role: str = ""
+    """Which of several agents this rollout was; members are compared with those of their role alone."""
+    trains: bool = True
+    """False for an agent that is only played against: its rollout is recorded, and neither votes nor trains."""
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -183,7 +194,7 @@ class Context:
 
         A thread cannot be interrupted: if the rollout is cancelled, the function runs on and its result is lost.
         """
-        return await asyncio.get_running_loop().run_in_executor(None, function, *args)
+        return await asyncio.get_running_loop().run_in_executor(_threads(), function, *args)
 
 
 class TaskSource(Protocol):
@@ -249,6 +260,30 @@ class Environment:
     all_or_nothing: ClassVar[bool] = False
     """True when a reward means something only beside those of the whole group: a group with a member that has no
     score then does not train."""
+    whole_group: ClassVar[bool] = False
+    """True when the members of a group run together, in one call: they are started together, or not at all."""
+    _surroundings: Surroundings | None = None
+
+    @property
+    def surroundings(self) -> Surroundings:
+        """What the run gives it; outside a run, no limits and no services."""
+        if self._surroundings is None:
+            self._surroundings = InRun()
+        return self._surroundings
+
+    def bind(self, surroundings: Surroundings) -> None:
+        """Called by the run before the first rollout."""
+        self._surroundings = surroundings
+
+    def cold_start(self) -> AbstractAsyncContextManager[None]:
+        """`async with self.cold_start(): ...` around setting a sandbox up: waits for `cold_starts` and
+        `cold_starts_per_s` of the config, which hold over all workers of the environment."""
+        return self.surroundings.cold_start()
+
+    async def ask(self, service: str, request: Any) -> Any:
+        """Ask a service of the run: a callable of `[services]`, or the chat endpoint `[chat.NAME]`. A frozen
+        opponent, a judge or a simulated user is one. Raises what the service raises."""
+        return await self.surroundings.ask(service, request)
 
     def tasks(self, split: Split) -> TaskSource:
         """The tasks of a split."""
@@ -357,11 +392,12 @@ class MultiTurnEnv(Environment, Generic[State]):
 class _Progress:
     """How far a multi-turn rollout has come."""
 
-    __slots__ = ("metrics", "reward", "state", "steps")
+    __slots__ = ("earned", "metrics", "reward", "state", "steps")
 
     def __init__(self, state: Any) -> None:
         self.state = state
         self.reward = 0.0
+        self.earned: list[float] = []
         self.steps = 0
         self.metrics: dict[str, float] = {}
 
@@ -370,12 +406,14 @@ class _Progress:
             raise EnvError(f"step() returned {type(seen).__name__}; expected Observation")
         self.steps += 1
         self.reward += seen.reward
+        self.earned.append(seen.reward)
         self.metrics.update(seen.metrics)
         if seen.state is not msgspec.UNSET:
             self.state = seen.state
 
     def result(self) -> Result:
-        return Result(reward=self.reward, metrics=self.metrics)
+        earned = tuple(self.earned) if self.steps > 1 else ()
+        return Result(reward=self.reward, metrics=self.metrics, turn_rewards=earned)
 
 
 def messages_of(says: Says) -> list[ChatMessage]:
@@ -400,6 +438,13 @@ async def _called(blocking: bool, ctx: Context, function: Callable[..., Any], *a
         return await ctx.in_thread(function, *args)
     result = function(*args)
     return await result if inspect.isawaitable(result) else result
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    """For blocking code of environments. Asyncio's own pool has a thread or two more than there are cores: blocking
+    tools, which mostly wait, would stand in line for them. Threads are made as they are needed."""
+    return ThreadPoolExecutor(256, thread_name_prefix="paceline-env")
 
 
 def _generator(seed: int, purpose: int) -> np.random.Generator:

@@ -17,6 +17,7 @@ BUILT_IN: Final[Mapping[str, str]] = {
     "reverse-text": "paceline.envs.builtin.environments:ReverseText",
     "arithmetic": "paceline.envs.builtin.environments:Arithmetic",
     "guess-number": "paceline.envs.builtin.environments:GuessNumber",
+    "store-search": "paceline.envs.builtin.store_search:StoreSearch",
 }
 """Environments that come with Paceline, by the name a config gives."""
 

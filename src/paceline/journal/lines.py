@@ -56,7 +56,9 @@ class RolloutLine(msgspec.Struct, frozen=True, gc=False, array_like=True):
     ended: float = 0.0
     model_s: float = 0.0
     gate_s: float = 0.0
-    turn_advantages: tuple[float, ...] | None = None
+    turn_rewards: tuple[float, ...] | None = None
+    role: str = ""
+    trains: bool = True
 
 
 class SampleLine(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -191,7 +193,9 @@ def rollout_line(rollout: Rollout) -> RolloutLine:
         rollout.ended,
         rollout.model_s,
         rollout.gate_s,
-        rollout.turn_advantages,
+        rollout.turn_rewards,
+        rollout.role,
+        rollout.trains,
     )
 
 
@@ -324,7 +328,9 @@ def rollout_of(line: RolloutLine, turns: Sequence[Turn] | None = None, **more: A
         ended=line.ended,
         model_s=line.model_s,
         gate_s=line.gate_s,
-        turn_advantages=line.turn_advantages,
+        turn_rewards=line.turn_rewards,
+        role=line.role,
+        trains=line.trains,
         **more,
     )
 

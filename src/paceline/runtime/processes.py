@@ -150,6 +150,10 @@ class ChildProcess:
         self._closing = True
         self._signal(signal.SIGKILL)
 
+    def obituary(self) -> str:
+        """How it ended, with its last words."""
+        return self._obituary(f"{self.name} ended")
+
     async def __aenter__(self) -> Self:
         return self
 

@@ -1,0 +1,48 @@
+"""Which kind of failure an environment's exception is: the same judgement wherever its code runs."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from paceline.domain.rollout import FailureCause
+from paceline.envs.protocol import InfrastructureError, RolloutTruncated, ScoringError
+
+_PERMANENT: Final = (
+    FileNotFoundError,
+    PermissionError,
+    IsADirectoryError,
+    NotADirectoryError,
+    FileExistsError,
+)
+"""Errors of the operating system that another attempt would meet again."""
+
+
+def cause_of(error: BaseException) -> FailureCause:
+    """`unscored`, `infrastructure` or `environment`."""
+    if isinstance(error, BaseExceptionGroup):
+        causes = {cause_of(leaf) for leaf in error.exceptions}
+        return causes.pop() if len(causes) == 1 else "environment"
+    if isinstance(error, ScoringError):
+        return "unscored"
+    chain: BaseException | None = error
+    while chain is not None:
+        if isinstance(chain, InfrastructureError):
+            return "infrastructure"
+        if isinstance(chain, OSError) and not isinstance(chain, _PERMANENT):
+            return "infrastructure"
+        chain = chain.__cause__  # clients wrap what the network raised
+    return "environment"
+
+
+def is_interruption(error: BaseException) -> bool:
+    """Whether an exception is what a limit raises in the environment, perhaps inside a group of its own tasks, or what
+    the environment made of that: a sandbox client that is interrupted raises an error of its own."""
+    chain: BaseException | None = error
+    while chain is not None:
+        if isinstance(chain, BaseExceptionGroup) and any(map(is_interruption, chain.exceptions)):
+            return True
+        if isinstance(chain, RolloutTruncated | asyncio.CancelledError):
+            return True
+        chain = chain.__cause__ or chain.__context__
+    return False

@@ -1,0 +1,171 @@
+"""Whole groups in one call, and several agents in one episode.
+
+The members of a group are rollouts like any other: each has its permit, its record, its one trainable trace. Here they
+meet: the last to arrive starts the shared call, and each gets its own result of it.
+
+    member 0 ─┐                                             ┌─▶ Result 0
+    member 1 ─┼─▶ all there ─▶ rollout_group(task, seats) ──┼─▶ Result 1
+    member 2 ─┘                                             └─▶ Result 2
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import msgspec
+
+from paceline.domain.rollout import Limit
+from paceline.domain.task import Task
+from paceline.envs.protocol import Context, Environment, Model, Result
+from paceline.errors import EnvError
+
+
+class Seat:
+    """One member's part in a shared call."""
+
+    __slots__ = ("ctx", "member", "model", "role")
+
+    def __init__(self, model: Model, ctx: Context, member: int, role: str = "") -> None:
+        self.model = model
+        """Its own model: its own conversation, trace and limits."""
+        self.ctx = ctx
+        self.member = member
+        self.role = role
+
+
+class GroupEnv(Environment):
+    """Runs the members of a group in one call: for scores that need all of them, or a world that they share.
+
+    A member that the run cancels, or whose deadline passes, ends the call for all.
+    """
+
+    whole_group = True
+    all_or_nothing = True
+
+    async def rollout_group(self, task: Task, seats: Sequence[Seat]) -> Sequence[Result]:
+        """Carry out all members; one `Result` a seat, in order. Calls of different seats may run side by side."""
+        raise NotImplementedError(f"{type(self).__name__} must define rollout_group(task, seats)")
+
+    async def rollout(self, task: Task, model: Model, ctx: Context) -> Result:
+        key = (ctx.rollout.group, ctx.rollout.attempt)
+        parties = self._parties
+        party = parties.get(key)
+        if party is None:
+            party = parties[key] = _Party(self.surroundings.group_size)
+        mine = party.join(Seat(model, ctx, ctx.rollout.member))
+        if party.is_whole:
+            del parties[key]
+            party.call = asyncio.get_running_loop().create_task(self._together(task, party))
+        try:
+            return await mine
+        except asyncio.CancelledError:
+            if mine.cancelled():  # by the run: what is shared cannot go on without one
+                parties.pop(key, None)
+                await party.end()
+            raise
+
+    async def _together(self, task: Task, party: _Party) -> None:
+        seats = party.seats
+        try:
+            results = await self.rollout_group(task, seats)
+            if len(results) != len(seats):
+                raise EnvError(f"rollout_group() returned {len(results)} results for {len(seats)} seats")
+        except BaseException as error:
+            party.fail(error)
+            return
+        for waits, result in zip(party.waits, results, strict=True):
+            if not waits.done():
+                waits.set_result(result)
+
+    @property
+    def _parties(self) -> dict[tuple[int, int], _Party]:
+        parties: dict[tuple[int, int], _Party] = self.__dict__.setdefault("_parties_", {})
+        return parties
+
+
+class MultiAgentEnv(GroupEnv):
+    """Episodes of several agents. A group of n rollouts plays n / len(roles) episodes side by side; each agent of each
+    is one rollout with one trainable trace, and is compared with those of its role alone.
+
+    A role in `frozen` plays, on the current policy, and does not train. An opponent outside the policy is a service:
+    `await self.ask("opponent", messages)`.
+    """
+
+    all_or_nothing = False
+    roles: Sequence[str] = ()
+    frozen: ClassVar[Sequence[str]] = ()
+
+    async def episode(self, task: Task, seats: Mapping[str, Seat]) -> Mapping[str, Result]:
+        """Play one episode; a `Result` for every role."""
+        raise NotImplementedError(f"{type(self).__name__} must define episode(task, seats)")
+
+    async def rollout_group(self, task: Task, seats: Sequence[Seat]) -> Sequence[Result]:
+        roles = list(self.roles)
+        if not roles or len(seats) % len(roles):
+            raise EnvError(
+                f"a group of {len(seats)} rollouts cannot be dealt to {len(roles)} roles ({', '.join(roles)}): "
+                f"set group_size to a multiple of {len(roles)}"
+            )
+        ordered = sorted(seats, key=lambda seat: seat.member)
+        tables = []
+        for first in range(0, len(ordered), len(roles)):
+            table = dict(zip(roles, ordered[first : first + len(roles)], strict=True))
+            for role, seat in table.items():
+                seat.role = role
+            tables.append(table)
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._play(task, table)) for table in tables]
+        by_member = {member: result for played in tasks for member, result in played.result().items()}
+        return [by_member[seat.member] for seat in seats]
+
+    async def _play(self, task: Task, table: Mapping[str, Seat]) -> dict[int, Result]:
+        results = await self.episode(task, table)
+        if missing := [role for role in table if role not in results]:
+            raise EnvError(f"episode() returned no Result for {', '.join(missing)}")
+        return {
+            seat.member: msgspec.structs.replace(results[role], role=role, trains=role not in self.frozen)
+            for role, seat in table.items()
+        }
+
+    async def on_truncated(self, task: Task, model: Model, ctx: Context, limit: Limit) -> Result | None:
+        return None
+
+
+class _Party:
+    """The members of one group, on their way to their shared call."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.seats: list[Seat] = []
+        self.waits: list[asyncio.Future[Result]] = []
+        self.call: asyncio.Task[Any] | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.seats) == self.size
+
+    def join(self, seat: Seat) -> asyncio.Future[Result]:
+        mine: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self.seats.append(seat)
+        self.waits.append(mine)
+        return mine
+
+    def fail(self, error: BaseException) -> None:
+        for waits in self.waits:
+            if waits.done():
+                continue
+            if isinstance(error, asyncio.CancelledError):
+                waits.cancel()
+            else:
+                waits.set_exception(error)
+                waits.exception()  # one that nobody waits for any more is no reason for a warning
+
+    async def end(self) -> None:
+        """Stop the shared call, and wait until it has stopped."""
+        if self.call is None:
+            self.fail(EnvError("a member of its group was cancelled before all were there"))
+        elif not self.call.done():
+            self.call.cancel()
+            await asyncio.wait((self.call,))
