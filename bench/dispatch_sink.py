@@ -29,6 +29,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from bench._bare_loop import BareLoop
 from paceline.core.admission import FixedCap
 from paceline.core.advantages import builtin
 from paceline.core.processing import GroupRules
@@ -52,10 +53,14 @@ from paceline.transport.filesystem import FilesystemBatches
 IN_FLIGHT = (64, 512, 2048, 8192, 16384)
 GROUP, BATCH = 8, 512
 TARGET_US = {"a": 80.0, "b": 250.0}
+FLOOR_US = {"a": 23.5, "b": 89.0}
+"""What a bare loop took on the machine that the targets were set on (middle of 21 to 26, and of 75 to 103)."""
 ROWS = (
     *(f"dispatch_sink_{p}_us_{n}" for p in "ab" for n in IN_FLIGHT),
     *(f"loop_lag_p99_ms_{n}" for n in IN_FLIGHT),
     "dispatch_sink_growth",
+    *(f"bare_loop_{p}_us" for p in "ab"),
+    *(f"dispatch_sink_{p}_over_bare_loop" for p in "ab"),
     "rollout_kb_a",
     "rollout_kb_b",
     "process_rps_a",
@@ -257,6 +262,13 @@ async def drive(
     }
 
 
+async def _bare(payload: str, in_flight: int, rate: float | None, count: int) -> float:
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
+    return await BareLoop(turns_of(payload), in_flight, rate, count).run()
+
+
 def held_kb(payload: str) -> float:
     """Resident memory of a rollout record held, in KB."""
     made = Payload(payload)
@@ -299,6 +311,12 @@ def rows() -> list[dict[str, Any]]:
             if payload == "a":
                 spread = f"p50 {seen['lag_p50']:.2f}, max {seen['lag_max']:.1f} ms"
                 result.append(row(f"loop_lag_p99_ms_{n}", seen["lag_p99"], "ms", 10.0, spread))
+        floor = min(_in_process("bare", payload, "64", f"{saturated / 2}", "2000")["us"] for _ in range(2))
+        over = costs[IN_FLIGHT[0]] / floor
+        result.append(row(f"bare_loop_{payload}_us", floor, "us", None, "64 in flight, the same load"))
+        note = f"target: {TARGET_US[payload]:g} us over the floor of {FLOOR_US[payload]:g} us it was set with"
+        most = TARGET_US[payload] / FLOOR_US[payload]
+        result.append(row(f"dispatch_sink_{payload}_over_bare_loop", over, "x", most, note))
         if payload == "a":
             growth = costs[IN_FLIGHT[-1]] / costs[IN_FLIGHT[0]]
             result.append(row("dispatch_sink_growth", growth, "x", 1.3, "payload a, 16,384 against 64"))
@@ -319,8 +337,9 @@ def rows() -> list[dict[str, Any]]:
     return result
 
 
-def row(name: str, value: float, unit: str, target: float, note: str = "") -> dict[str, Any]:
-    return {"name": name, "value": value, "unit": unit, "target": target, "ok": value <= target, "note": note}
+def row(name: str, value: float, unit: str, target: float | None, note: str = "") -> dict[str, Any]:
+    ok = None if target is None else value <= target
+    return {"name": name, "value": value, "unit": unit, "target": target, "ok": ok, "note": note}
 
 
 def main() -> None:
@@ -329,6 +348,9 @@ def main() -> None:
     elif sys.argv[1] == "whole":
         with tempfile.TemporaryDirectory() as folder:
             answer = asyncio.run(drive(sys.argv[2], 512, None, int(sys.argv[3]), Path(folder)))
+    elif sys.argv[1] == "bare":
+        payload, n, rate, count = sys.argv[2:]
+        answer = {"us": asyncio.run(_bare(payload, int(n), float(rate) or None, int(count)))}
     else:
         payload, n, rate, count = sys.argv[1:]
         answer = asyncio.run(drive(payload, int(n), float(rate) or None, int(count)))
