@@ -74,7 +74,7 @@ def solve(profile: Profile, speed: Speed, capacity: float, most: int, risk: floa
 
 def _numbers(top: int) -> Array:
     if top <= 512:
-        return np.arange(1.0, top + 1.0)
+        return np.arange(1, top + 1, dtype=np.float64)
     numbers: Array = np.unique(np.round(np.geomspace(1.0, top, 512)))
     return numbers
 
