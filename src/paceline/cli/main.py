@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("paceline.cli.run", "run everything one config describes: engines, environments, training"),
     "doctor": ("paceline.cli.doctor", "check what a run needs before it starts, with the remedy"),
     "capacity": ("paceline.cli.capacity", "how many rollouts fit: the KV arithmetic of a model and a GPU"),
+    "simulate": ("paceline.cli.simulate", "scheduling policies on modelled engines, in virtual time"),
     "report": ("paceline.cli.report", "write the report of a finished or live run"),
     "export": ("paceline.cli.export", "write a run's spans for a trace viewer"),
     "config": ("paceline.cli.config", "show the resolved config, the reference of options, the JSON schema"),

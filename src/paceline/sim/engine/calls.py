@@ -65,8 +65,8 @@ class Call:
         """Tokens sampled; while it decodes, those by the time it began to."""
         self.cached = 0
         """Tokens of the prompt that needed no prefill when it first entered."""
-        self.running = 0
-        """0: it waits; 1: it is being prefilled; 2: it decodes; 3: it has left."""
+        self.running = -1
+        """-1: it was not sent yet; 0: it waits; 1: it is being prefilled; 2: it decodes; 3: it has left."""
         self.missing = 0
         """Tokens of the context that are still to be computed."""
         self.entry = -1
@@ -108,7 +108,7 @@ class Totals(msgspec.Struct):
     preemptions: int = 0
     steps: int = 0
     events: int = 0
-    """Stretches of equal steps: what the simulation had to look at."""
+    """Requests that came, entered, were preempted or left, and stretches of equal steps: what had to be looked at."""
     busy_s: float = 0.0
     """Seconds with something to compute."""
     kv_area: float = 0.0

@@ -34,15 +34,21 @@ class EngineModel:
     def __init__(self, speed: Speed, version: Version = 0) -> None:
         self.speed = speed
         self.version = version
+        self.totals = Totals()
+        self._decode_s: list[float] = []
+        """By batch: a step of decode, without reading the KV."""
+        self._blocks = max(1, speed.kv_tokens // speed.block)
+        self._reset()
+
+    def _reset(self) -> None:
+        speed = self.speed
         self.next_at = inf
         """When `run` has something to do, if nothing comes from outside; inf: never."""
-        self.totals = Totals()
         self.is_still = False
         """Whether it stands still for new weights."""
         self._stopping = False
         self._draining = False
         """Whether it stops only when nothing runs any more."""
-        self._blocks = max(1, speed.kv_tokens // speed.block)
         self._cache = PrefixCache()
         self._waiting: deque[Call] = deque()
         self._dead_waiting = 0
@@ -72,13 +78,14 @@ class EngineModel:
         """Steps of the stretch in hand; 0 when idle."""
         self._step_s = 0.0
         """A step of the stretch, without reading the KV of decoding calls."""
-        self._decode_s: list[float] = []
 
     # ── what a client does ──
 
     def submit(self, call: Call, now: float) -> None:
         """Send a request."""
         call.started = now
+        call.running = _WAITS
+        self.totals.events += 1
         waiting = self._waiting
         waiting.append(call)
         if self.is_still:
@@ -91,6 +98,8 @@ class EngineModel:
     def abort(self, call: Call, now: float) -> None:
         """Stop a request. `call.sampled` is then what it had, and its reply may be given at once."""
         state = call.running
+        if state < _WAITS:
+            return
         if state == _WAITS:
             self._dead_waiting += 1
         elif state == _DECODES:
@@ -175,9 +184,7 @@ class EngineModel:
             if call.running == _DECODES:
                 call.sampled = call.joined_sampled + self._steps - call.joined_step
             call.running = _GONE
-        totals = self.totals
-        self.__init__(self.speed, self.version)  # type: ignore[misc]
-        self.totals = totals
+        self._reset()
         return calls
 
     def _mark(self, call: Call) -> None:
@@ -280,6 +287,7 @@ class EngineModel:
 
     def _finish(self, call: Call) -> None:
         del self._running[call.key]
+        self.totals.events += 1
         self._unjoin(call)
         call.running = _GONE
         kept = (call.prompt + call.sampled - call.shared_tokens) // self.speed.block
@@ -306,6 +314,7 @@ class EngineModel:
     def _send_back(self, call: Call, *, keep: bool = True) -> None:
         """Take a running call off and put it at the front of the line; it is computed again."""
         del self._running[call.key]
+        self.totals.events += 1
         if call.running == _DECODES:
             self._unjoin(call)
             computed = call.prompt + call.sampled
@@ -375,6 +384,7 @@ class EngineModel:
                 found = call.restored
             found = min(found, (context - 1) // block * block)
             totals = self.totals
+            totals.events += 1
             totals.queries += context
             totals.hits += found
             if call.entry < 0:

@@ -1,0 +1,116 @@
+"""Runs the cells of a study in processes, and writes what they came to."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from paceline.domain.events import Event
+from paceline.errors import ConfigError
+from paceline.journal import read_journal
+from paceline.sim.cells import Cell, run_cell
+from paceline.sim.page import page
+from paceline.sim.study import StudyConfig, load_study
+
+Progress = Callable[[int, int], None]
+"""(cells that are done, cells in all)."""
+
+
+def simulate(
+    study: StudyConfig | str | os.PathLike[str],
+    *,
+    processes: int | None = None,
+    progress: Progress | None = None,
+    folder: Path | None = None,
+) -> list[Cell]:
+    """Run every policy with every workload and every seed; the cells in that order.
+
+    `study` is a config or the path of its file. `processes`: how many at once; none: as many as there are cores, and 1
+    runs here. Paths of recorded runs are meant relative to `folder`, or to the study's file. ConfigError when it cannot work.
+    """
+    if not isinstance(study, StudyConfig):
+        path = Path(study)
+        folder = folder or path.parent
+        study = load_study(path)
+    section = study.study
+    jobs = [
+        (study, policy, workload, seed, folder or Path())
+        for workload in study.workload
+        for policy in study.policy
+        for seed in range(section.first_seed, section.first_seed + section.seeds)
+    ]
+    count = min(len(jobs), processes or os.cpu_count() or 1)
+    cells: list[Cell] = []
+    if count <= 1:
+        for job in jobs:
+            cells.append(_run(job))
+            if progress is not None:
+                progress(len(cells), len(jobs))
+        return cells
+    # Not forked: a parent may have threads.
+    with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
+        for cell in pool.map(_run, jobs):
+            cells.append(cell)
+            if progress is not None:
+                progress(len(cells), len(jobs))
+    return cells
+
+
+def _run(job: tuple[Any, ...]) -> Cell:
+    study, policy, workload, seed, folder = job
+
+    def journal(name: str) -> Iterable[Event]:
+        return (record.event for record in read_journal(_run_dir(name, folder)))
+
+    return run_cell(study, policy, workload, seed, journal)
+
+
+def _run_dir(name: str, folder: Path) -> Path:
+    for path in (folder / name, Path(name)):
+        if path.exists():
+            return path
+    raise ConfigError(f"no run at {name!r}")
+
+
+def write_study(
+    study: StudyConfig, cells: Sequence[Cell], folder: Path, facts: Sequence[tuple[str, str]] = ()
+) -> list[Path]:
+    """Write NAME.csv and NAME.html, and NAME.parquet where pyarrow is installed; returns what was written."""
+    name = study.study.name
+    folder.mkdir(parents=True, exist_ok=True)
+    columns = list(dict.fromkeys(key for cell in cells for key in cell.numbers))
+    rows = [[c.policy, c.workload, c.seed, *(c.numbers.get(column) for column in columns)] for c in cells]
+    written = [folder / f"{name}.csv", folder / f"{name}.html"]
+    with written[0].open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["policy", "workload", "seed", *columns])
+        writer.writerows(rows)
+    written[1].write_text(page(name, cells, [*facts, *_facts(study)]), encoding="utf-8")
+    parquet = _write_parquet(folder / f"{name}.parquet", ["policy", "workload", "seed", *columns], rows)
+    return [*written, *parquet]
+
+
+def _write_parquet(path: Path, columns: list[str], rows: list[list[Any]]) -> list[Path]:
+    try:
+        import pyarrow  # type: ignore[import-not-found,unused-ignore]
+        import pyarrow.parquet  # type: ignore[import-not-found,unused-ignore]
+    except ModuleNotFoundError:
+        return []
+    pyarrow.parquet.write_table(
+        pyarrow.table({column: [row[n] for row in rows] for n, column in enumerate(columns)}), path
+    )
+    return [path]
+
+
+def _facts(study: StudyConfig) -> list[tuple[str, str]]:
+    e = study.engines
+    return [
+        ("engines", f"{e.count} × {e.gpus} {e.gpu}, {e.model}"),
+        ("seeds", str(study.study.seeds)),
+        ("batch", f"{study.batch.rollouts or study.batch.tokens}"),
+    ]

@@ -1,0 +1,293 @@
+"""One cell of a study: one policy, one workload, one seed, and the numbers that come out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import inf
+from time import process_time
+from typing import Any
+
+import msgspec
+
+from paceline.core.admission import Admission
+from paceline.core.admission.choice import admission_of
+from paceline.core.advantages import builtin
+from paceline.core.processing import GroupRules
+from paceline.core.scheduler import Core
+from paceline.core.scheduling import scheduling_of
+from paceline.core.setup import core_setup
+from paceline.core.streams import key, mix
+from paceline.domain.commands import StartRollout
+from paceline.domain.events import Event
+from paceline.domain.ids import EnvName, RolloutId
+from paceline.domain.task import TaskRef
+from paceline.errors import ConfigError
+from paceline.sim.bound import lower_bound
+from paceline.sim.engine import EngineModel
+from paceline.sim.metrics import Measure, confidence, length_bias, ramp_s, summarize
+from paceline.sim.plan import RolloutPlan, Workload
+from paceline.sim.simulation import Fold, Simulation
+from paceline.sim.study import PolicySection, StudyConfig, WorkloadSection
+from paceline.sim.workloads import Recorded, workload_of
+
+Journals = Callable[[str], Iterable[Event]]
+"""Reads the events of a recorded run's journal; the simulator itself opens no file."""
+
+
+class Point(msgspec.Struct, frozen=True):
+    """The world at one moment."""
+
+    at: float
+    in_flight: int
+    kv_usage: float
+    """Mean over the engines, of blocks that running requests hold."""
+    waiting: int
+    """Requests in the engines' lines."""
+    sampled: int
+    """Tokens so far."""
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """What one run came to."""
+
+    policy: str
+    workload: str
+    seed: int
+    numbers: dict[str, float]
+    points: tuple[Point, ...] = ()
+    step_s: tuple[float, ...] = ()
+    """Seconds of each step that counts, from the end of the one before."""
+
+
+class Timeline:
+    """Points at even intervals."""
+
+    def __init__(self, simulation: Simulation, every_s: float) -> None:
+        self.points: list[Point] = []
+        self._simulation = simulation
+        self._every_s = every_s
+        self._look()
+
+    def _look(self) -> None:
+        simulation = self._simulation
+        loads = [engine.load(simulation.now) for engine in simulation.engines.values()]
+        self.points.append(
+            Point(
+                at=simulation.now,
+                in_flight=len(simulation.running),
+                kv_usage=sum(load.kv_usage for load in loads) / len(loads),
+                waiting=sum(load.waiting for load in loads),
+                sampled=sum(load.generated_tokens for load in loads),
+            )
+        )
+        simulation.at(simulation.now + self._every_s, self._look)
+
+
+def build(
+    study: StudyConfig,
+    policy: PolicySection,
+    workload: WorkloadSection,
+    seed: int,
+    *,
+    journals: Journals | None = None,
+    folds: Sequence[Fold] = (),
+    admission: Admission | None = None,
+) -> Simulation:
+    """The simulation of one cell, ready to run. ConfigError when it cannot work."""
+    workloads = workloads_of(workload, seed, journals)
+    config = study.run_config(workload, policy, seed)
+    sizes = {("train", env.label): env.tasks for env in workload.env}
+    setup = core_setup(config, sizes, {})
+    chosen = admission or admission_of(config, ())
+    speed = study.speed(longest_context(workloads))
+    count = policy.engines or study.engines.count
+    return Simulation(
+        Core(setup, chosen, scheduling_of(config)),
+        {f"e{number}": EngineModel(speed) for number in range(count)},
+        workloads,
+        algorithm=builtin(config.algorithm.name, config.algorithm.args),
+        rules={env.label: GroupRules.of(env, config.batch, config.filters) for env in config.env},
+        trainer=policy.trainer or study.trainer,
+        weights=policy.weights or study.weights,
+        faults=study.faults,
+        poll_s=study.study.poll_s if chosen.learns else None,
+        shared_kv_s=study.shared_kv_s,
+        folds=folds,
+    )
+
+
+def run_cell(
+    study: StudyConfig,
+    policy: PolicySection,
+    workload: WorkloadSection,
+    seed: int,
+    journals: Journals | None = None,
+    folds: Sequence[Fold] = (),
+) -> Cell:
+    """Run one cell and measure it."""
+    measure = Measure()
+    simulation = build(study, policy, workload, seed, journals=journals, folds=(measure, *folds))
+    section = study.study
+    timeline = Timeline(simulation, section.sample_s) if section.sample_s else None
+    steps = None if section.steps is None else section.skip_steps + section.steps
+    began = process_time()
+    until = inf if section.seconds is None else section.seconds
+    before = _Before()
+    if section.skip_seconds and section.steps is None:
+        simulation.run(until=section.skip_seconds)
+        before = _Before.of(simulation, measure)
+    simulation.run(until=until, steps=steps)
+    cpu_s = process_time() - began
+    simulation.core.account.check()
+    numbers = _numbers(study, workload, policy, seed, simulation, measure, before)
+    numbers["cpu_s"] = cpu_s
+    points = tuple(timeline.points) if timeline else ()
+    if points:
+        numbers["ramp_s"] = ramp_s([p.at for p in points], [float(p.in_flight) for p in points])
+    ends = [seen.trained for seen in measure.steps if seen.trained is not None]
+    gaps = [b - a for a, b in zip([0.0, *ends], ends, strict=False)][section.skip_steps :]
+    return Cell(policy.name, workload.name, seed, numbers, points, tuple(gaps))
+
+
+class _Before(msgspec.Struct, frozen=True):
+    """Sums at the moment from which a run counts that is measured by time."""
+
+    at: float = 0.0
+    sampled: int = 0
+    lost: int = 0
+
+    @classmethod
+    def of(cls, simulation: Simulation, measure: Measure) -> _Before:
+        return cls(simulation.now, sum(measure.drawn_lengths), sum(measure.lost_tokens.values()))
+
+
+def _numbers(
+    study: StudyConfig,
+    workload: WorkloadSection,
+    policy: PolicySection,
+    seed: int,
+    simulation: Simulation,
+    measure: Measure,
+    before: _Before,
+) -> dict[str, float]:
+    now = simulation.now
+    engines = list(simulation.engines.values())
+    totals = [engine.totals for engine in engines]
+    busy = [engine.busy_until(now) for engine in engines]
+    wall = max(1e-9, now * len(engines))
+    blocks = engines[0].speed.kv_tokens // engines[0].speed.block
+    generated = sum(t.generated for t in totals)
+    numbers: dict[str, float] = {
+        "seconds": now,
+        "rollouts": float(sum(measure.ended.values())),
+        "sampled_per_s": generated / max(1e-9, now),
+        "ended_per_s": (sum(measure.drawn_lengths) - before.sampled) / max(1e-9, now - before.at),
+        "idle": 1.0 - sum(b for b, _ in busy) / wall,
+        "kv_use": sum(area for _, area in busy) / (wall * blocks),
+        "preemptions": float(sum(t.preemptions for t in totals)),
+        "recomputed_share": sum(t.recomputed for t in totals) / max(1, generated),
+        "prefix_hits": sum(t.hits for t in totals) / max(1, sum(t.queries for t in totals)),
+        "lost_share": sum(measure.lost_tokens.values()) / max(1, measure.sampled),
+    }
+    summary = summarize(measure, study.study.skip_steps)
+    if summary is None:
+        return numbers
+    numbers |= {name: float(value) for name, value in msgspec.structs.asdict(summary).items()}
+    counted = [seen for seen in measure.steps if seen.trained is not None][study.study.skip_steps :]
+    trained = [length for seen in counted for length in seen.lengths]
+    numbers["s_per_1024"] = summary.seconds / max(1, len(trained)) * 1024
+    plans = reference_plans(workload, simulation, seed)
+    if plans:
+        bias = length_bias(trained, [plan.sampled for plan in plans], cap=max(plan.sampled for plan in plans))
+        numbers |= {f"length_{name}": value for name, value in msgspec.structs.asdict(bias).items()}
+        single = [plan for plan in plans if len(plan.turns) == 1]
+        if len(single) == len(plans):
+            per_step = len(trained) / summary.steps
+            bound = lower_bound(
+                [plan.prompt for plan in plans],
+                [plan.sampled for plan in plans],
+                engines[0].speed,
+                len(engines),
+                group_size=workload.env[0].group_size,
+            )
+            # Of as many rollouts as a step trains; the longest of them is a matter of that step.
+            work_s = bound.work_s * per_step / len(plans)
+            numbers["bound_s"] = work_s
+            numbers["gap"] = summary.rollout_s / work_s - 1.0
+    return numbers
+
+
+def reference_plans(workload: WorkloadSection, simulation: Simulation, seed: int) -> list[RolloutPlan]:
+    """What the policy draws when nothing races or defers: each task of the run once, with noise of its own. Empty where
+    several environments are mixed, since the mix is the scheduler's."""
+    if len(workload.env) != 1:
+        return []
+    env = workload.env[0]
+    drawn = simulation.core.curriculum.samplers[env.label].drawn
+    base = key(seed, "reference")
+    plans = []
+    source = simulation.workloads[env.label]
+    for task in range(max(1, min(drawn, _REFERENCE // env.group_size))):
+        for member in range(env.group_size):
+            noise = mix(base, task * 1024 + member) >> 1
+            ref = TaskRef(env.label, "train", task)
+            plans.append(source.plan(StartRollout(RolloutId(task, member), ref, 0, noise, "", 0), 0.0))
+    return plans
+
+
+_REFERENCE = 20_000
+"""Rollouts that stand for what the policy draws."""
+
+
+def workloads_of(
+    workload: WorkloadSection, seed: int, journals: Journals | None = None
+) -> dict[EnvName, Workload]:
+    """The workload of each environment."""
+    made: dict[EnvName, Workload] = {}
+    for env in workload.env:
+        shape = env.shape
+        if shape is not None:
+            made[env.label] = workload_of(shape, seed)
+        elif journals is None or env.journal is None:
+            raise ConfigError(
+                f"workload {workload.name!r} is a recorded run, and nobody says how to read one"
+            )
+        else:
+            made[env.label] = Recorded.of(journals(env.journal)).named(env.label)
+    return made
+
+
+def longest_context(workloads: Mapping[EnvName, Workload]) -> int:
+    """Tokens of the longest context that any rollout may come to."""
+    return max(workload.longest for workload in workloads.values())
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """One number over the seeds: its mean, and half the width of its 95% interval."""
+
+    mean: float
+    half: float
+
+
+def spread(cells: Iterable[Cell], name: str) -> Spread | None:
+    """None where no cell has it."""
+    values = [cell.numbers[name] for cell in cells if name in cell.numbers]
+    return Spread(*confidence(values)) if values else None
+
+
+def paired(cells: Sequence[Cell], better: str, base: str, name: str, workload: str) -> Spread | None:
+    """`base` by `better` in `name`, seed by seed: how many times as long the base takes, or as much it makes."""
+
+    def of(policy: str) -> dict[int, float]:
+        return {
+            c.seed: c.numbers[name]
+            for c in cells
+            if (c.policy, c.workload) == (policy, workload) and name in c.numbers
+        }
+
+    ours, theirs = of(better), of(base)
+    ratios = [theirs[seed] / ours[seed] for seed in ours if seed in theirs and ours[seed]]
+    return Spread(*confidence(ratios)) if ratios else None
+
+
+Numbers = Mapping[str, Any]

@@ -1,0 +1,269 @@
+"""What a run is worth: a fold over events and commands, simulated or recorded.
+
+Where a batch's numbers are concerned, a batch counts when the trainer has taken its step. Lengths are sampled tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.staleness import staleness
+from paceline.domain import commands as do
+from paceline.domain import events as on
+from paceline.domain.commands import Command
+from paceline.domain.events import Event
+from paceline.domain.ids import GroupId, RolloutId
+
+Lengths = NDArray[np.int64]
+
+
+class StepSeen(msgspec.Struct):
+    """One batch."""
+
+    step: int
+    began: float
+    """When the first rollout was started after the batch before it was cut."""
+    cut: float
+    tokens: int
+    """Sampled tokens in it."""
+    signal_tokens: int
+    """Of them, those of rollouts with an advantage."""
+    lengths: list[int]
+    ends: list[float]
+    """When its rollouts ended."""
+    staleness: list[int]
+    """Of each rollout, from its oldest token."""
+    versions: list[int]
+    """Of each rollout: how many sampled it."""
+    trained: float | None = None
+    """When the trainer had taken the step."""
+
+
+class Measure:
+    """Folds decisions into steps and sums."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepSeen] = []
+        self.ended: dict[str, int] = {}
+        """Rollouts by ending and cause."""
+        self.sampled = 0
+        """Tokens sampled by rollouts that have ended."""
+        self.lost_tokens: dict[str, int] = {}
+        """Tokens of rollouts that did not train, by fate."""
+        self.latencies: list[float] = []
+        """Seconds from the first start of a group to its last end."""
+        self.waits: list[float] = []
+        """Seconds rollouts waited at the turn gate."""
+        self.drawn_lengths: list[int] = []
+        """Of every rollout that ended by itself."""
+        self.turns = 0
+        self._lengths: dict[RolloutId, tuple[int, float, int]] = {}
+        self._groups: dict[GroupId, tuple[float, float]] = {}
+        self._began: float | None = None
+
+    def apply(self, at: float, event: Event, commands: Sequence[Command]) -> None:
+        if isinstance(event, on.RolloutEnded):
+            self._rollout_ended(at, event)
+        elif isinstance(event, on.GroupProcessed):
+            self._group_processed(event)
+        elif isinstance(event, on.StepTrained):
+            for seen in reversed(self.steps):
+                if seen.step == event.step:
+                    seen.trained = at
+        for command in commands:
+            if isinstance(command, do.StartRollout):
+                if self._began is None:
+                    self._began = at
+                self._groups.setdefault(command.rollout.group, (at, at))
+            elif isinstance(command, do.ShipBatch):
+                self._ship(at, command.batch)
+            elif isinstance(command, do.NoteStale) and command.action == "dropped":
+                self._lose("stale", command.tokens)
+                self._lengths.pop(command.rollout, None)
+
+    def _rollout_ended(self, at: float, event: on.RolloutEnded) -> None:
+        rollout = event.rollout
+        outcome = rollout.outcome
+        name = outcome.ending if outcome.cause is None else f"{outcome.ending} ({outcome.cause})"
+        self.ended[name] = self.ended.get(name, 0) + 1
+        tokens = rollout.sampled_tokens
+        self.sampled += tokens
+        self.turns += len(rollout.turns)
+        if rollout.task.split == "eval":
+            return
+        self.waits.append(rollout.gate_s)
+        versions = {version for turn in rollout.turns for version, _ in turn.versions}
+        self._lengths[rollout.id] = tokens, at, len(versions)
+        if outcome.ending in ("completed", "truncated"):
+            self.drawn_lengths.append(tokens)
+        first, _ = self._groups.get(rollout.id.group, (rollout.started, at))
+        self._groups[rollout.id.group] = first, at
+
+    def _group_processed(self, event: on.GroupProcessed) -> None:
+        result = event.result
+        times = self._groups.pop(result.group, None)
+        if times is not None:
+            self.latencies.append(times[1] - times[0])
+        for verdict in result.verdicts:
+            if verdict.fate != "queued":
+                known = self._lengths.pop(verdict.rollout, None)
+                if known is not None:
+                    self._lose(verdict.fate, known[0])
+
+    def _lose(self, fate: str, tokens: int) -> None:
+        self.lost_tokens[fate] = self.lost_tokens.get(fate, 0) + tokens
+
+    def _ship(self, at: float, batch: Any) -> None:
+        seen = StepSeen(batch.step, at if self._began is None else self._began, at, 0, 0, [], [], [], [])
+        self._began = None
+        for sample in batch.samples:
+            tokens = sample.trainable_tokens
+            seen.tokens += tokens
+            advantage = sample.advantage
+            if advantage if isinstance(advantage, float) else np.any(advantage):
+                seen.signal_tokens += tokens
+        oldest: dict[RolloutId, int] = {}
+        for sample in batch.samples:
+            version = sample.oldest_version
+            oldest[sample.rollout] = min(version, oldest.get(sample.rollout, version))
+        for rollout in batch.rollouts:
+            length, ended, versions = self._lengths.pop(rollout, (0, at, 1))
+            seen.lengths.append(length)
+            seen.ends.append(ended)
+            seen.versions.append(versions)
+            seen.staleness.append(staleness(oldest[rollout], batch.step))
+        self.steps.append(seen)
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """The numbers of a run, after `skip` steps that are not counted."""
+
+    steps: int
+    seconds: float
+    """Of the window: from the end of the last step not counted to the end of the last."""
+    goodput: float
+    """Trained tokens a second."""
+    signal_goodput: float
+    """The same, of rollouts with an advantage."""
+    step_s: float
+    """Seconds from step to step."""
+    rollout_s: float
+    """Mean seconds from a batch's first start to its cut."""
+    tail_s: float
+    """Mean seconds of the last tenth of a batch's rollouts, by when they ended."""
+    mean_length: float
+    """Of trained rollouts, in tokens."""
+    staleness_mean: float
+    staleness_max: int
+    versions_max: int
+    """Most versions that sampled one trained rollout."""
+    mixed_share: float
+    """Trained rollouts that more than one version sampled."""
+    group_s: float
+    """Median seconds from a group's first start to its last end."""
+    gate_s: float
+    """Mean seconds that a rollout waited at the turn gate."""
+    wasted_share: float
+    """Tokens of rollouts that ended and did not train, by those that did; evals and what waits left out."""
+
+
+def summarize(measure: Measure, skip: int = 0) -> Summary | None:
+    """None when no step after the first `skip` was trained."""
+    trained = [seen for seen in measure.steps if seen.trained is not None]
+    counted = trained[skip:]
+    if not counted:
+        return None
+    since = trained[skip - 1].trained if skip else min(seen.began for seen in trained)
+    until = counted[-1].trained
+    assert since is not None
+    assert until is not None
+    seconds = max(1e-9, until - since)
+    tokens = sum(seen.tokens for seen in counted)
+    stale = [n for seen in counted for n in seen.staleness]
+    versions = [n for seen in counted for n in seen.versions]
+    lengths = [n for seen in counted for n in seen.lengths]
+    shipped = sum(seen.tokens for seen in measure.steps)
+    return Summary(
+        steps=len(counted),
+        seconds=seconds,
+        goodput=tokens / seconds,
+        signal_goodput=sum(seen.signal_tokens for seen in counted) / seconds,
+        step_s=seconds / len(counted),
+        rollout_s=float(np.mean([seen.cut - seen.began for seen in counted])),
+        tail_s=float(np.mean([tail_s(seen.ends) for seen in counted])),
+        mean_length=float(np.mean(lengths)),
+        staleness_mean=float(np.mean(stale)),
+        staleness_max=max(stale),
+        versions_max=max(versions),
+        mixed_share=float(np.mean([n > 1 for n in versions])),
+        group_s=float(np.median(measure.latencies)) if measure.latencies else 0.0,
+        gate_s=float(np.mean(measure.waits)) if measure.waits else 0.0,
+        wasted_share=sum(measure.lost_tokens.values()) / max(1, shipped),
+    )
+
+
+def tail_s(ends: Sequence[float]) -> float:
+    """Seconds between the end of nine tenths of a batch and the end of all of it."""
+    ordered = sorted(ends)
+    return ordered[-1] - ordered[max(0, -(-9 * len(ordered) // 10) - 1)]
+
+
+class LengthBias(msgspec.Struct, frozen=True):
+    """Lengths that were trained, against those that the policy draws."""
+
+    mean: float
+    """Mean length trained by mean length drawn, less 1."""
+    cap_share: float
+    """Share of the longest (at least `cap`) among the trained."""
+    cap_share_drawn: float
+    ks: float
+    """Largest distance of the two distribution functions (Kolmogorov and Smirnov)."""
+
+
+def length_bias(
+    trained: Sequence[int] | Lengths, drawn: Sequence[int] | Lengths, cap: int | None = None
+) -> LengthBias:
+    """Over whole cycles of a policy: a single step of one that defers long rollouts is biased by design."""
+    a, b = np.sort(np.asarray(trained, np.float64)), np.sort(np.asarray(drawn, np.float64))
+    limit = b[-1] if cap is None else cap
+    grid = np.concatenate([a, b])
+    distance = np.abs(
+        np.searchsorted(a, grid, side="right") / len(a) - np.searchsorted(b, grid, side="right") / len(b)
+    )
+    return LengthBias(
+        mean=float(a.mean() / b.mean() - 1),
+        cap_share=float((a >= limit).mean()),
+        cap_share_drawn=float((b >= limit).mean()),
+        ks=float(distance.max()),
+    )
+
+
+def ramp_s(times: Sequence[float], values: Sequence[float], share: float = 0.95) -> float:
+    """Seconds until a series first reaches `share` of its mean over its later half."""
+    later = float(np.mean(values[len(values) // 2 :]))
+    for at, value in zip(times, values, strict=True):
+        if value >= share * later:
+            return at - times[0]
+    return times[-1] - times[0]
+
+
+def confidence(values: Sequence[float]) -> tuple[float, float]:
+    """Mean, and half the width of its 95% interval by Student's t; 0 for a single value."""
+    n = len(values)
+    mean = float(np.mean(values))
+    if n < 2:
+        return mean, 0.0
+    return mean, _T95[min(n - 1, len(_T95)) - 1] * float(np.std(values, ddof=1)) / n**0.5
+
+
+_T95 = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
+    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
+    2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+"""Quantiles of Student's t for 1 to 30 degrees of freedom; beyond, the last is a little too wide."""

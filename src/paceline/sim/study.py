@@ -1,0 +1,290 @@
+"""A study: policies x workloads x seeds, as a TOML file describes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from paceline.config import (
+    AdmissionSection,
+    FixedAdmission,
+    OverlapScheduling,
+    RunConfig,
+    SchedulingSection,
+)
+from paceline.config.base import Section
+from paceline.config.batch import BatchSection
+from paceline.config.load import load
+from paceline.errors import ConfigError
+from paceline.sim.engine import GPUS, MODELS, Efficiency, GpuSpec, ModelSpec, Speed, speed_of
+from paceline.sim.workloads import PRESETS, AgentTurns, ReasoningLengths
+from paceline.sim.world import FaultModel, TrainerModel, WeightsModel
+
+
+class EnginesSection(Section):
+    """The engines."""
+
+    model: str = "qwen3-8b"
+    """A model that Paceline knows (`paceline simulate --list`), or one of `[models.NAME]`."""
+    gpu: str = "H100"
+    """A GPU that Paceline knows, or one of `[gpus.NAME]`."""
+    gpus: int = Field(default=1, ge=1)
+    """GPUs of one engine, which share one copy of the weights."""
+    count: int = Field(default=1, ge=1)
+    """Engines."""
+    slow: float = Field(default=1.0, gt=0)
+    """Every step takes this many times what the model says: fitted to one measured time of the system at hand."""
+    utilization: float = Field(default=0.9, gt=0, le=1)
+    """Share of the memory that the engine may take."""
+    max_num_seqs: int = Field(default=256, ge=1)
+    """Requests that run together."""
+    max_batched_tokens: int = Field(default=8192, ge=16)
+    """Tokens of one step."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Longest context; none: whatever the workload needs."""
+    kv_tokens: int | None = Field(default=None, ge=64)
+    """Capacity of the KV cache in tokens; none: what the memory leaves."""
+    shared_kv_gb_s: float | None = Field(default=None, gt=0)
+    """Engines share a pool of KV, and bring it at this many gigabytes a second, so that a rollout may go on elsewhere
+    without a prefill; none: each has its own."""
+
+
+class SimEnv(Section):
+    """One environment of a workload."""
+
+    name: str | None = None
+    """Name in metrics; the preset's, or the kind's, when left out."""
+    preset: str | None = None
+    """A workload by name: `paceline simulate --list`."""
+    reasoning: ReasoningLengths | None = None
+    """Single answers, instead of a preset."""
+    agents: AgentTurns | None = None
+    """Agents, instead of a preset."""
+    journal: str | None = None
+    """The rollouts of this recorded run, instead of a preset: its directory."""
+    group_size: int = Field(default=8, ge=1)
+    """Rollouts of one task."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of the groups, relative to the other environments'."""
+    tasks: int | None = Field(default=None, ge=1)
+    """Tasks of an epoch; none: every group is a new task."""
+    tasks_per_minute: float | None = Field(default=None, gt=0)
+    """Most rollouts started a minute."""
+    max_attempts: int = Field(default=2, ge=1)
+    """Attempts at one member."""
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> SimEnv:
+        given = [k for k in ("preset", "reasoning", "agents", "journal") if getattr(self, k) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"give exactly one of preset, reasoning, agents and journal, not {given or 'none'}"
+            )
+        if self.preset is not None and self.preset not in PRESETS:
+            raise ValueError(f"no preset {self.preset!r}; there are {', '.join(PRESETS)}")
+        return self
+
+    @property
+    def label(self) -> str:
+        """The name it goes by."""
+        kind = "reasoning" if self.reasoning else "agents" if self.agents else "recorded"
+        return self.name or self.preset or kind
+
+    @property
+    def shape(self) -> ReasoningLengths | AgentTurns | None:
+        """What is drawn; None for a recorded run."""
+        return PRESETS[self.preset] if self.preset is not None else self.reasoning or self.agents
+
+
+class WorkloadSection(Section):
+    """What is rolled out."""
+
+    name: str
+    """Name in the results."""
+    env: tuple[SimEnv, ...] = Field(min_length=1)
+    """Its environments, mixed by `weight`."""
+    rollouts: int | None = Field(default=None, ge=1)
+    """Rollouts of a batch; none: as `[batch]` says."""
+
+
+class PolicySection(Section):
+    """How it is scheduled."""
+
+    name: str
+    """Name in the results."""
+    scheduling: SchedulingSection = OverlapScheduling()
+    """As `[scheduling]` of a run."""
+    admission: AdmissionSection = FixedAdmission(cap=1024)
+    """As `[admission]` of a run."""
+    engines: int | None = Field(default=None, ge=1)
+    """Engines, where it differs from `[engines]`: overlapping schemes share the GPUs with the trainer."""
+    weights: WeightsModel | None = None
+    """Where it differs from `[weights]`."""
+    trainer: TrainerModel | None = None
+    """Where it differs from `[trainer]`."""
+
+
+class StudySection(Section):
+    """The study itself."""
+
+    name: str = "study"
+    """Name of the files that are written."""
+    seeds: int = Field(default=5, ge=1)
+    """Seeds; all policies meet the same rollouts under one."""
+    first_seed: int = Field(default=1, ge=0)
+    """The first of them."""
+    steps: int | None = Field(default=5, ge=1)
+    """Optimizer steps of a run that count; none: until `seconds`."""
+    skip_steps: int = Field(default=0, ge=0)
+    """Steps before them that do not."""
+    seconds: float | None = Field(default=None, gt=0)
+    """Virtual seconds after which a run stops; none: when its steps are taken."""
+    skip_seconds: float = Field(default=0.0, ge=0)
+    """Seconds that do not count, where a run is measured by time."""
+    poll_s: float = Field(default=5.0, gt=0)
+    """Seconds between readings of the engines' metrics, for admission that looks at them."""
+    sample_s: float | None = Field(default=None, gt=0)
+    """Seconds between points of the plots over time; none takes none."""
+    zero_signal: bool = False
+    """Whether groups whose members have equal rewards are kept out of batches, as in a run; papers count them."""
+
+    @model_validator(mode="after")
+    def _ends(self) -> StudySection:
+        if self.steps is None and self.seconds is None:
+            raise ValueError("a run must end: give steps, seconds, or both")
+        return self
+
+
+class StudyConfig(Section):
+    """Policies x workloads x seeds."""
+
+    study: StudySection = StudySection()
+    """The study itself."""
+    engines: EnginesSection = EnginesSection()
+    """The engines."""
+    efficiency: dict[str, float] = {}
+    """Constants of the engine model that differ from the fitted ones, by name."""
+    gpus: dict[str, GpuSpec] = {}
+    """GPUs of your own."""
+    models: dict[str, ModelSpec] = {}
+    """Models of your own."""
+    batch: BatchSection = BatchSection(rollouts=128, seq_len=1 << 20)
+    """As `[batch]` of a run."""
+    trainer: TrainerModel = TrainerModel()
+    """The trainer."""
+    weights: WeightsModel = WeightsModel()
+    """How engines take new weights."""
+    faults: FaultModel = FaultModel()
+    """What goes wrong."""
+    workload: tuple[WorkloadSection, ...] = Field(min_length=1)
+    """Workloads; each is run with each policy."""
+    policy: tuple[PolicySection, ...] = Field(default=(PolicySection(name="overlap"),), min_length=1)
+    """Policies."""
+
+    @model_validator(mode="after")
+    def _names(self) -> StudyConfig:
+        for kind, names in (
+            ("workload", [w.name for w in self.workload]),
+            ("policy", [p.name for p in self.policy]),
+        ):
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise ValueError(f"two sections of {kind} are called {twice[0]!r}: rename one")
+        for what, name, known in (
+            ("model", self.engines.model, {**MODELS, **self.models}),
+            ("gpu", self.engines.gpu, {**GPUS, **self.gpus}),
+        ):
+            if name not in known:
+                raise ValueError(
+                    f"engines.{what} {name!r} is not known; there are {', '.join(sorted(known))}"
+                )
+        known_names = [n for n in Efficiency.__struct_fields__ if n != "all_reduce_s"]
+        if unknown := sorted(set(self.efficiency) - set(known_names)):
+            raise ValueError(f"efficiency has no {unknown[0]!r}; there are {', '.join(known_names)}")
+        return self
+
+    def speed(self, longest: int) -> Speed:
+        """Of one engine, for contexts of up to `longest` tokens. ConfigError when one does not fit."""
+        section = self.engines
+        model = {**MODELS, **self.models}[section.model]
+        speed = speed_of(
+            model,
+            {**GPUS, **self.gpus}[section.gpu],
+            gpus=section.gpus,
+            slow=section.slow,
+            efficiency=Efficiency(**self.efficiency),  # type: ignore[arg-type]
+            utilization=section.utilization,
+            max_model_len=section.max_model_len or longest,
+            max_num_seqs=section.max_num_seqs,
+            max_batched_tokens=section.max_batched_tokens,
+            kv_tokens=section.kv_tokens,
+        )
+        if longest > speed.kv_tokens:
+            raise ConfigError(
+                f"a context of {longest} tokens does not fit an engine of {speed.kv_tokens}: take more GPUs an engine, "
+                "or a shorter cap"
+            )
+        return speed
+
+    @property
+    def shared_kv_s(self) -> float | None:
+        """Seconds to bring one token's KV from the pool; None without one."""
+        rate = self.engines.shared_kv_gb_s
+        if rate is None:
+            return None
+        return {**MODELS, **self.models}[self.engines.model].kv_bytes_per_token / (rate * 1e9)
+
+    def run_config(self, workload: WorkloadSection, policy: PolicySection, seed: int) -> RunConfig:
+        """The config of the run that one cell simulates: what the production code decides by."""
+        study = self.study
+        batch: dict[str, Any] = self.batch.model_dump()
+        if workload.rollouts is not None:
+            batch.update(rollouts=workload.rollouts, tokens=None)
+        elif batch["rollouts"] is None and batch["tokens"] is None:
+            batch["rollouts"] = 128
+        return RunConfig.model_validate(
+            {
+                "run": {"seed": seed, "max_steps": 1 << 30},
+                "model": {"name": self.engines.model},
+                "sampling": {"max_tokens": 1},
+                "env": [_env(env) for env in workload.env],
+                "scheduling": policy.scheduling.model_dump(),
+                "admission": policy.admission.model_dump(),
+                "batch": batch | {"dead_group_limit": 1 << 30},
+                "filters": {"zero_advantage": study.zero_signal},
+                "checkpoint": {"every": 1 << 30},
+                "trainer": {"type": "external"},
+            }
+        )
+
+
+def _env(env: SimEnv) -> dict[str, Any]:
+    return {
+        "id": "simulated",
+        "name": env.label,
+        "group_size": env.group_size,
+        "weight": env.weight,
+        "tasks_per_minute": env.tasks_per_minute,
+        "max_attempts": env.max_attempts,
+        "sampler": "sequential",
+    }
+
+
+def load_study(path: Path, overrides: tuple[str, ...] = ()) -> StudyConfig:
+    """Read a study file. ConfigError names everything that is wrong with it."""
+    loaded = load(StudyConfig, [path], overrides)
+    study = loaded.value
+    for workload in study.workload:
+        for env in workload.env:
+            if (
+                env.journal is not None
+                and not (path.parent / env.journal).exists()
+                and not Path(env.journal).exists()
+            ):
+                raise ConfigError(f"workload {workload.name!r}: no run at {env.journal!r}")
+    return study
+
+
+Results = Mapping[str, Any]

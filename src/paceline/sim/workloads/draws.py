@@ -1,0 +1,26 @@
+"""Numbers drawn for a purpose: from 64 bits and a counter, never from a generator that others use too."""
+
+from __future__ import annotations
+
+from math import exp
+from statistics import NormalDist
+
+from paceline.core.streams import uniform
+
+_quantile = NormalDist().inv_cdf
+_LEAST = 2.0**-54
+
+
+def normal(base: int, counter: int) -> float:
+    """A standard normal number for the `counter`-th use of `base`."""
+    return _quantile(max(_LEAST, uniform(base, counter)))
+
+
+def lognormal(median: float, sigma: float, z: float) -> float:
+    """The log-normal number that the standard normal `z` stands for."""
+    return median * exp(sigma * z)
+
+
+def whole(value: float, most: int) -> int:
+    """A count: at least 1, at most `most`."""
+    return max(1, min(most, round(value)))
