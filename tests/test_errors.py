@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.envs import ListTasks, SingleTurnEnv
-from paceline.errors import said_by
+from paceline.errors import printable, said_by, without_password
 from paceline.testing import play
 
 
@@ -22,6 +22,25 @@ def raised_by(call: Callable[[], Any]) -> str:
 def test_an_error_names_the_line_of_the_users_code_also_by_way_of_a_library() -> None:
     assert raised_by(lambda: {}["a"]).startswith("KeyError: 'a' (test_errors.py:")
     assert "(test_errors.py:" in raised_by(lambda: json.loads("{"))
+
+
+def test_foreign_text_in_an_error_cannot_command_the_terminal() -> None:
+    told = printable("a\x1b[2Jb\r\x00\u202e\ud800\n\tä")
+    assert told == "a\\x1b[2Jb\\r\\x00\\u202e\\ud800\n\tä"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("no http://u:pw@h:8000 here", "no http://…@h:8000 here"),
+        ("http://token@h/x", "http://…@h/x"),
+        ("['u:p@ss/w@h:80', 'h:80']", "['…@h:80', 'h:80']"),
+        ("http://[u:pw@h", "http://…@h"),
+        ("http://h:8000/v1, ask me@x.org", "http://h:8000/v1, ask me@x.org"),
+    ],
+)
+def test_an_address_is_told_without_its_password(text: str, told: str) -> None:
+    assert without_password(text) == told
 
 
 def test_an_error_of_our_own_names_no_line() -> None:

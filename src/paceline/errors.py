@@ -5,10 +5,15 @@ A message names the thing, gives the two facts that disagree, and says what to d
 
 from __future__ import annotations
 
+import re
 import sysconfig
 from pathlib import Path
+from types import FrameType
 
 _OURS = str(Path(__file__).parent)
+_CREDENTIALS = re.compile(r"""//[^\s"']*@|\b[^\s"'/:=]+:(?!//)[^\s"']*@""")
+"""`//user:password@`, `//token@`, and `user:password@` where the scheme was forgotten: to the last `@`, since a password
+may hold one, or a slash."""
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
@@ -52,6 +57,18 @@ class InvariantError(PacelineError):
     """Our own bookkeeping is wrong. Nobody catches it: the run stops, the journal stays."""
 
 
+def printable(text: str) -> str:
+    """`text` as a terminal may be given it: models, environments and servers are quoted in errors, and a control
+    character of theirs would move the cursor, recolour the screen or hide what stands before it. Those are shown as
+    escapes; line ends and tabs stay."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
+def without_password(text: str) -> str:
+    """`text` with the user and password of every address in it left out: refusals end up in logs."""
+    return _CREDENTIALS.sub(lambda found: "//…@" if found[0].startswith("//") else "…@", text)
+
+
 def said_by(error: BaseException) -> str:
     """Type, text and place of an error that anybody's code raised: asking it for its text may raise, too."""
     try:
@@ -72,3 +89,13 @@ def _place(error: BaseException) -> str:
             place = f" ({Path(path).name}:{step.tb_lineno})"
         step = step.tb_next
     return place
+
+
+def place_of(frame: FrameType | None) -> str:
+    """`file:line` of the innermost code of the user's on the stack of `frame`; empty if there is none."""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith((_OURS, *_LIBRARIES, "<")):
+            return f"{Path(path).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

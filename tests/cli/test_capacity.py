@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +31,32 @@ def test_json_has_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
 def test_it_reads_a_model_directory(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["capacity", "pkg:paceline/assets/small_policy", "--context", "512", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["bytes_per_token"] > 0
+
+
+def test_it_reads_the_config_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text(
+        """
+[model]
+name = "pkg:paceline/assets/small_policy"
+[batch]
+seq_len = 500
+[engine]
+type = "embedded"
+kv_tokens = 10_000
+[[env]]
+id = "reverse-text"
+limits.max_context = 250
+"""
+    )
+    assert main(["capacity", str(config), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["kv_tokens"] == 10_000, "the engine's own cache, no GPU's"
+    assert found["rollouts"] == {"250": 40.0, "500": 20.0}
+    assert main(["capacity", str(config), "--gpu", "H100", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["memory_gb"] == 80, "the same model on a GPU"
+    assert main(["capacity", str(config)]) == 0
+    assert "20 whole rollouts" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

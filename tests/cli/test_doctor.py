@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from paceline.cli.doctor import render
 from paceline.cli.main import main
+from paceline.runtime.doctor import Finding
 from paceline.testing.tokens import CHATML, byte_tokenizer
 
 TOOLED = """
@@ -312,3 +314,40 @@ def test_the_text_puts_what_is_wrong_first_and_the_remedy_below(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("FAIL  algorithm 'grop'")
     assert lines[-1] == "1 problem keeps this run from working"
+
+
+def test_one_cause_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for place in (tmp_path / "nowhere", tmp_path):  # no directory; one without a model
+        file = config(tmp_path, place, '[[eval]]\nid = "no_such_module:E"\n', 'id = "no_such_module:E"')
+        code, found = doctor(file, capsys=capsys)
+        assert code == 2
+        wrong = [finding for finding in found if finding["level"] == "error"]
+        assert len(wrong) == 2, wrong
+        assert sum("no_such_module" in finding["facts"] for finding in wrong) == 1
+        named = next(finding for finding in wrong if "no_such_module" in finding["facts"])["what"]
+        assert "env[0]" in named
+        assert "eval[0]" in named
+
+
+@pytest.mark.parametrize(("seq_len", "level"), [(20, "error"), (24, "warning")])
+@pytest.mark.parametrize("env", ["reverse-text", "guess-number"])
+def test_prompts_that_are_longer_than_a_sample_may_be_are_told_before_the_run(
+    env: str, seq_len: int, level: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = config(tmp_path, Path("pkg:paceline/assets/small_policy"), "", f'id = "{env}"')
+    words = [f"--batch.seq-len={seq_len}", "--sampling.max-tokens=8", "--engine.type=embedded"]
+    _code, found = doctor(file, *words, capsys=capsys)
+    told = [finding for finding in found if "prompts are as long" in finding["what"]]
+    if env == "guess-number" and level == "warning":  # its prompts are all alike, and shorter
+        assert told == []
+        return
+    [finding] = told
+    assert finding["level"] == level
+    assert env in finding["what"]
+    assert f"batch.seq_len is {seq_len}" in finding["facts"]
+    assert "of the first 16 tasks have prompts of 22" in finding["facts"] or "24" in finding["facts"]
+
+
+def test_a_finding_cannot_command_the_terminal() -> None:
+    told = render([Finding("error", "a\x1b[2J", "b\rc\nd", "e\x07")])
+    assert not set("\x1b\r\x07") & set(told)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
-from paceline.cli.rundir import existing_run_dir
+from paceline.cli.rundir import existing_run_dir, mend_status
 from paceline.config import RunConfig
+from paceline.domain.events import RunOpened
 from paceline.errors import ConfigError
+from paceline.journal import FileJournal
+from paceline.transport.status import read_status
 
 
 def test_a_directory_that_is_no_run_is_refused_and_left_as_it_was(tmp_path: Path) -> None:
@@ -16,3 +20,52 @@ def test_a_directory_that_is_no_run_is_refused_and_left_as_it_was(tmp_path: Path
     with pytest.raises(ConfigError, match="is no run directory"):
         existing_run_dir(config, str(tmp_path))
     assert list(tmp_path.iterdir()) == []
+
+
+def opened(run_dir: Path) -> None:
+    async def write() -> None:
+        journal = FileJournal(run_dir, "t-1")
+        journal.append(0.0, RunOpened("t-1", 0), ())
+        await journal.close()
+
+    asyncio.run(write())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b'{"run_id": "t-',
+        b'{"run_id": 5, "status": "running"}',
+        b"[]",
+        b"\xff\xfe",
+        b"[" * 9999,
+        None,
+    ],
+)
+def test_a_damaged_status_is_made_again_from_the_journal(tmp_path: Path, content: bytes | None) -> None:
+    opened(tmp_path)
+    if content is not None:
+        (tmp_path / "status.json").write_bytes(content)
+    config = RunConfig.model_validate({"model": {"name": "m"}, "env": [{"id": "reverse-text"}]})
+    assert existing_run_dir(config, str(tmp_path)) == tmp_path
+    [note] = mend_status(tmp_path)
+    assert "made again from the journal" in note
+    status = read_status(tmp_path)
+    assert status is not None
+    assert (status.run_id, status.status) == ("t-1", "failed")
+    assert mend_status(tmp_path) == []
+
+
+def test_a_damaged_status_without_a_journal_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"status\.json is damaged .* without --resume"):
+        mend_status(tmp_path)
+
+
+def test_a_status_that_is_a_directory_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    opened(tmp_path)
+    (tmp_path / "status.json").mkdir()
+    with pytest.raises(ConfigError, match="remove it"):
+        mend_status(tmp_path)

@@ -281,7 +281,7 @@ def test_s04_a_survivor_starts_the_count_anew() -> None:
     for result in (
         [dead("failed")] * 5 + [process_group(rewarded(1, 0), rules(), GRPO)] + [dead("failed")] * 5
     ):
-        streak.add(result)
+        streak.add(result, "a")
     assert streak.length == 5
 
 
@@ -289,9 +289,9 @@ def test_s04_seven_deaths_of_three_kinds_end_the_run_with_their_counts_and_the_l
     streak = DeadStreak(6)
     kinds = ["failed", "failed", "void", "filtered", "failed", "void"]
     for kind in kinds:
-        streak.add(dead(kind))
+        streak.add(dead(kind), "a")
     with pytest.raises(NoProgressError) as caught:
-        streak.add(dead("filtered"))
+        streak.add(dead("filtered"), "a")
     text = str(caught.value)
     assert "7 groups" in text
     assert "failed 3, void 2, filtered 2" in text
@@ -300,6 +300,6 @@ def test_s04_seven_deaths_of_three_kinds_end_the_run_with_their_counts_and_the_l
 
 def test_s04_the_error_of_an_algorithm_is_the_last_one() -> None:
     streak = DeadStreak(1)
-    streak.add(dead("failed"))
+    streak.add(dead("failed"), "a")
     with pytest.raises(NoProgressError, match="judge is away"):
-        streak.add(dead("filtered"), error="judge is away")
+        streak.add(dead("filtered"), "a", error="judge is away")

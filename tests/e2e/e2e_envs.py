@@ -75,4 +75,52 @@ class Failing(Stuck):
                 await asyncio.sleep(600)
 
 
-__all__ = ["Busy", "Constant", "Environment", "Failing", "Raising", "Stuck", "Words"]
+class Unheard(BaseException):
+    """Like no exception that anybody expects."""
+
+
+class Intruder(Words):
+    """Reaches for what is not its own."""
+
+    def __init__(self, does: str) -> None:
+        super().__init__()
+        self._does = does
+
+    async def rollout(self, task: Task, model: Model, ctx: Context) -> Result:
+        await model.chat("reverse: ab")
+        loop = asyncio.get_running_loop()
+        match self._does:
+            case "stop the loop":
+                loop.stop()
+            case "exit":
+                sys.exit(3)
+            case "interrupt":
+                raise KeyboardInterrupt
+            case "raise":
+                raise Unheard
+            case "close":
+                raise GeneratorExit
+            case "cancel everything":
+                for each in asyncio.all_tasks():
+                    each.cancel()
+            case "cancel the shipper":
+                for each in asyncio.all_tasks():
+                    if each.get_name() == "batch shipper":
+                        each.cancel()
+            case "exit in a task":
+                self._kept = asyncio.ensure_future(_leaves())
+            case "interrupt in a task":
+                self._kept = asyncio.ensure_future(_leaves(KeyboardInterrupt()))
+            case "exit in a callback":
+                loop.call_soon(sys.exit, 3)
+        await asyncio.sleep(0.1)
+        return Result(reward=float(ctx.rollout.member % 2))
+
+
+async def _leaves(how: BaseException | None = None) -> None:
+    if how is not None:
+        raise how
+    sys.exit(3)
+
+
+__all__ = ["Busy", "Constant", "Environment", "Failing", "Intruder", "Raising", "Stuck", "Words"]

@@ -92,7 +92,11 @@ def one_of_each() -> list[tuple[e.Event, tuple[c.Command, ...]]]:
         (e.EngineJoined(EngineInfo("e0", 1000, None), 0), (start, c.WakeAt(4.5, "rate limit"))),
         (
             e.LoadReported("e0", EngineLoad(1, 2, 0.95, 0)),
-            (c.NoteCap("e0", 12, "preemptions"), c.ParkRollout(ids[0], "over the cap")),
+            (
+                c.NoteCap("e0", 12, "preemptions"),
+                c.NoteDead("a", 32, "32 groups in a row"),
+                c.ParkRollout(ids[0], "over the cap"),
+            ),
         ),
         (e.LoadReported("e0", None), (c.ResumeRollout(ids[0], "11 of 12 run"),)),
         (e.TurnRequested(ids[0], 5, 7), (c.GrantTurn(ids[0], "e0", 0),)),

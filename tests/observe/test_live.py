@@ -8,13 +8,26 @@ import threading
 import pytest
 from rich.console import Console
 
-from observe.worlds import Shape, World
+from observe.told import Told
+from observe.worlds import EnvShape, Shape, World, sample
 from paceline.domain import events as on
+from paceline.domain.batch import Batch
+from paceline.domain.commands import FinishRun, NoteDead, ShipBatch
 from paceline.domain.ids import RolloutId
 from paceline.domain.rollout import Outcome, Rollout
 from paceline.domain.task import TaskRef
-from paceline.observe.live import LiveView, News, PlainView, one_line, open_view, sparkline, spread
+from paceline.observe.live import (
+    LiveView,
+    News,
+    PlainView,
+    one_line,
+    open_view,
+    row_text,
+    sparkline,
+    spread,
+)
 from paceline.observe.monitor import Monitor
+from paceline.observe.rows import Row
 from paceline.observe.run import RunFolds, held_out, summary
 
 
@@ -91,6 +104,104 @@ def test_the_panel_shows_progress_rewards_capacity_and_where_tokens_went() -> No
         "left",
     ):
         assert word in text, word
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def drawn(view: LiveView, width: int = 110) -> str:
+    shown = io.StringIO()
+    Console(file=shown, width=width).print(view.panel())
+    return shown.getvalue()
+
+
+def test_the_start_is_shown_by_its_phases_and_the_clock_never_jumps() -> None:
+    clock, folds, out = Clock(), RunFolds(live=True), io.StringIO()
+    console = Console(file=io.StringIO(), force_terminal=True, width=110)
+    view = LiveView(folds, console, max_steps=8, clock=clock)
+    plain = PlainView(folds, out, max_steps=8, clock=clock)
+    for each in (view, plain):
+        each.phase("starting the engine, starting the trainer")
+    clock.now += 7
+    assert "starting the engine, starting the trainer" in drawn(view)
+    assert "step 0" not in drawn(view)
+    assert "7.0s" in drawn(view)
+    began, last = clock.now, 0.0
+    for decision in World(Shape(steps=3)).decisions:
+        clock.now = began + decision.at
+        at = folds.apply(decision.at, decision.event, decision.commands)
+        for each in (view, plain):
+            each.decided(at, decision.event, decision.commands)
+        shown = view._time.now()
+        assert shown >= max(last, 7.0), "the clock went back"
+        last = shown
+        if not folds.training.steps:
+            assert "step 0" not in drawn(view)
+    view.close()
+    plain.close()
+    lines = out.getvalue().splitlines()
+    assert "[   0.0s] starting the engine" in lines[0]
+    assert "[   7.0s] run demo opened" in lines[1]
+
+
+def test_a_mixed_run_shows_the_reward_of_each_environment() -> None:
+    out, views = io.StringIO(), []
+    console = Console(file=io.StringIO(), force_terminal=True, width=110)
+
+    def both(folds: RunFolds) -> LiveView:
+        folds.training.listen(PlainView(folds, out, max_steps=4).row)
+        views.append(LiveView(folds, console, max_steps=4, clock=lambda: 0.0))
+        return views[0]
+
+    mixed = (EnvShape("reverse-text"), EnvShape("arithmetic"))
+    folds = watch(World(Shape(steps=4, envs=mixed)), both)
+    names = sorted({env for env, split in folds.lives.tallies if split == "train"})
+    assert len(names) > 1
+    row = folds.training.steps[-1]
+    text, told = drawn(views[0]), row_text(row, 4)
+    for name in names:
+        assert f"reward {name}" in text
+        assert f"{name} {row.values[f'train/{name}/reward']:.3f}" in told
+
+
+def test_dead_groups_are_told_in_the_panel_and_in_the_lines_until_one_trains() -> None:
+    folds, out = RunFolds(live=True), io.StringIO()
+    console = Console(file=io.StringIO(), force_terminal=True, width=110)
+    view, plain = LiveView(folds, console, max_steps=8), PlainView(folds, out, max_steps=8)
+    said = [NoteDead("mine", 32, "32 groups in a row brought nothing to train: " + "why " * 60 + "do this")]
+    for each in (view, plain):
+        each.decided(100.0, on.TimerFired(), said)
+    assert "do this" in " ".join(drawn(view).split())
+    for each in (view, plain):
+        each.decided(200.0, on.TimerFired(), [NoteDead("mine", 0, "a group of it trains again")])
+    assert "do this" not in drawn(view)
+    view.close()
+    plain.close()
+    assert "warning: 32 groups" in out.getvalue()
+    assert "do this" in out.getvalue()
+
+
+def test_a_step_that_was_shipped_and_not_trained_is_told_as_that() -> None:
+    told = Told()
+    [rollout] = told.start(0)
+    told.end(rollout)
+    told.process([told.verdict(rollout)])
+    cut = Batch(1, (sample(told.rollouts[rollout]),), (rollout,))
+    told.tell(on.TimerFired(), ShipBatch(cut))
+    told.tell(on.BatchShipped(1, 100, 0.1, 0.2))
+    told.tell(on.ShutdownRequested("Ctrl-C"), FinishRun("stopped", "Ctrl-C"))
+    folds = told.folds
+    [row] = folds.training.steps
+    assert not row.trained
+    assert row.flat()["trained"] is False
+    assert "step 1/4 shipped, not trained" in row_text(row, 4)
+    assert summary(folds)["steps"] == 0
+    assert Row(kind="step", at=0.0, step=1, values={}).flat().get("trained", True)
 
 
 def test_a_terminal_gets_the_panel_and_everything_else_lines() -> None:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -45,7 +45,7 @@ from paceline.domain.ids import EnvName
 from paceline.domain.task import Split
 from paceline.envs.protocol import Environment
 from paceline.envs.registry import make_environment, tasks_of
-from paceline.errors import PacelineError, TrainerError
+from paceline.errors import EnvError, PacelineError, TrainerError, printable, said_by
 from paceline.journal.writer import FileJournal
 from paceline.ports import Engine
 from paceline.runtime.checkpoints import Checkpoints
@@ -57,6 +57,7 @@ from paceline.runtime.offload import Threads
 from paceline.runtime.processes import ChildProcess
 from paceline.runtime.processor import EnvProcessing, GroupProcessor
 from paceline.runtime.runner import RolloutRunner
+from paceline.runtime.standstill import StandstillWatch
 from paceline.tokens.bridge import Bridge
 from paceline.tokens.tokenizer import ChatTokenizer, resolve_model_dir
 from paceline.transport.filesystem import FilesystemBatches, FilesystemPolicy
@@ -74,6 +75,12 @@ _HARD_S = 1.5
 """What is left of a run this long after its time to stop is cut off, whatever it does."""
 _FAILED_S = 8.0
 """The same, after an error."""
+
+
+_STILL_S = 60.0
+"""Seconds that the loop may stand still beyond the longest deadline."""
+
+Say: TypeAlias = Callable[[str], None]
 
 
 class Stopped(PacelineError):
@@ -196,6 +203,10 @@ class Assembly:
         self._inherit = () if lock_fd is None else (lock_fd,)
         self._cut_off = CutOff(status, self.children) if may_exit else None
         self._stops = 0
+        self._hears = False
+        """Whether signals reach our own handlers: what else interrupts or cancels the run is code that runs in it."""
+        self._intrusion: EnvError | None = None
+        """What code that runs in the loop did to end the run."""
         self._stop_by = float("inf")
         """On the loop's clock: when everything must have stopped."""
         self._ending = False
@@ -213,40 +224,58 @@ class Assembly:
         return 0 if self._core is None else self._core.fleet.cap()
 
     @property
+    def _env_sections(self) -> tuple[EnvSection | EvalSection, ...]:
+        return (*self.config.env, *self.config.eval)
+
+    @property
     def start_version(self) -> int:
         return self.resumption.trained if self.resumption else 0
 
-    async def run(self, folds: list[Fold], say: Callable[[str], None]) -> FinishRun:
+    def run(self, folds: list[Fold], say: Say, phase: Say) -> FinishRun:
         """Everything, from starting the children to closing them. Raises what ended the run.
 
-        Ctrl-C or SIGTERM once drains and saves (`FinishRun` says `stopped`), or ends the start (`Stopped`); twice
-        stops at once (`StoppedTwice`).
+        `phase` is told what the run does before its first rollout. Ctrl-C or SIGTERM once drains and saves
+        (`FinishRun` says `stopped`), or ends the start (`Stopped`); twice stops at once (`StoppedTwice`).
         """
-        with self._signals():
+        with asyncio.Runner() as runner:
             try:
-                return await self._run(folds, say)
-            except asyncio.CancelledError:
-                if not self._stops:
+                return runner.run(self._run_on_loop(folds, say, phase))
+            except (SystemExit, KeyboardInterrupt) as error:
+                if not self._hears:
                     raise
-                raise Stopped("stopped before the first rollout was started") from None
+                # Of a task or a callback that an environment left on the loop: a rollout's own is caught with it.
+                self._intrusion = self._ended_by_code(f"{said_by(error)} was raised")
+                raise self._intrusion from error
+
+    async def _run_on_loop(self, folds: list[Fold], say: Say, phase: Say) -> FinishRun:
+        watch = StandstillWatch(self._still(say), self._still_too_long, self._still_limit_s())
+        with self._signals(), _unstoppable(asyncio.get_running_loop()), contextlib.closing(watch):
+            try:
+                return await self._run(folds, say, Phases(phase))
+            except asyncio.CancelledError:
+                if self._stops:
+                    raise Stopped("stopped before the first rollout was started") from None
+                if not self._hears:
+                    raise
+                raise self._cancelled_by_code() from None
 
     def close(self) -> None:
         """The loop has ended: nothing is left to be cut off."""
         if self._cut_off is not None:
             self._cut_off.off()
 
-    async def _run(self, folds: list[Fold], say: Callable[[str], None]) -> FinishRun:
+    async def _run(self, folds: list[Fold], say: Say, phases: Phases) -> FinishRun:
         config = self.config
+        phases.now("loading the tokenizer and the environments")
         tokenizer = ChatTokenizer.load(self.model_dir, config.model.chat_template)
         environments = Environments(config, Bridge(tokenizer))
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(environments.close)
             stack.push_async_callback(self._close_children)
             try:
-                say(_starting(config))
                 engines = RunEngines(config, self.run_dir, self.children, self._inherit)
                 stack.push_async_callback(engines.close)
-                await self._start_children(engines)
+                await self._start_children(engines, phases)
                 journal = self._journal()
                 stack.push_async_callback(journal.close)
                 # Packing and saving take long; groups must not queue behind them.
@@ -261,7 +290,10 @@ class Assembly:
                 self._status.finish("stopped", str(stopped), code=INTERRUPTED)
                 raise
             except asyncio.CancelledError:
-                self._status.finish("stopped", "interrupted", code=0 if self._stops else INTERRUPTED)
+                if self._hears and not self._stops:
+                    self._status.fail(self._cancelled_by_code())
+                else:
+                    self._status.finish("stopped", "interrupted", code=0 if self._stops else INTERRUPTED)
                 raise
             except BaseException as error:
                 self._status.fail(error)
@@ -277,7 +309,7 @@ class Assembly:
         processor: GroupProcessor,
         offload: Threads,
         folds: list[Fold],
-        say: Callable[[str], None],
+        say: Say,
     ) -> FinishRun:
         config = self.config
         core = Core(
@@ -380,33 +412,32 @@ class Assembly:
 
     # ── children ──
 
-    async def _start_children(self, engines: RunEngines) -> None:
+    async def _start_children(self, engines: RunEngines, phases: Phases) -> None:
         """Engines and trainer start side by side; when one fails, the others are not left starting."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(engines.start(self.start_version, self._weights_now()))
-                tasks.create_task(self._start_trainer())
+                tasks.create_task(engines.start(self.start_version, self._weights_now(), phases.during))
+                if isinstance(self.config.trainer, ReferenceTrainer):
+                    tasks.create_task(self._start_trainer(self.config.trainer, phases))
         except BaseExceptionGroup as group:
             cause = first_cause(group)
             raise cause from cause.__cause__
 
-    async def _start_trainer(self) -> None:
-        section = self.config.trainer
-        if not isinstance(section, ReferenceTrainer):
-            return
+    async def _start_trainer(self, section: ReferenceTrainer, phases: Phases) -> None:
         argv = [sys.executable, "-m", "paceline.trainer", "--run", str(self.run_dir)]
         argv += ["--model", str(self.model_dir), "--settings", json.dumps(trainer_settings(self.config))]
         argv += ["--start-version", str(self.start_version)]
-        child = await ChildProcess.start(
-            argv,
-            name="trainer",
-            log_path=self.run_dir / "logs" / "trainer.log",
-            start_s=section.start_s,
-            threads=section.threads,
-            error=TrainerError,
-            may_finish=False,
-            inherit=self._inherit,
-        )
+        with phases.during("starting the trainer"):
+            child = await ChildProcess.start(
+                argv,
+                name="trainer",
+                log_path=self.run_dir / "logs" / "trainer.log",
+                start_s=section.start_s,
+                threads=section.threads,
+                error=TrainerError,
+                may_finish=False,
+                inherit=self._inherit,
+            )
         self.children.append(child)
 
     async def _close_children(self) -> None:
@@ -466,6 +497,7 @@ class Assembly:
 
         names = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
         before = {number: signal.signal(number, hear) for number in names}
+        self._hears = True
         try:
             yield
         finally:
@@ -496,9 +528,45 @@ class Assembly:
 
     def _failing(self, error: BaseException) -> None:
         if not self._stops:
+            if isinstance(error, asyncio.CancelledError):
+                error = self._cancelled_by_code()
             if self._cut_off is not None:
                 self._cut_off.cause = error
             self._cut_off_in(_FAILED_S)
+
+    def _cancelled_by_code(self) -> EnvError:
+        if self._intrusion is None:
+            self._intrusion = self._ended_by_code("the run's own task was cancelled")
+        return self._intrusion
+
+    def _ended_by_code(self, what: str) -> EnvError:
+        names = ", ".join(dict.fromkeys(section.id for section in self._env_sections))
+        return EnvError(
+            f"{what} by code that runs in this process, and the run cannot go on: environments ({names}), algorithms and "
+            "services may end and cancel what they started, and nothing else (no sys.exit, no asyncio.all_tasks())"
+        )
+
+    def _still_limit_s(self) -> float:
+        """Longer than the deadline of any rollout: one that blocks the loop cannot be cut at it."""
+        limits = [section.limits for section in self._env_sections]
+        return max(limit.deadline_s + limit.score_s for limit in limits) + _STILL_S
+
+    def _still(self, say: Say) -> Callable[[float, str], None]:
+        def tell(seconds: float, place: str) -> None:
+            say(
+                f"warning: the event loop has stood still for {seconds:.0f} s, at {place}: code there blocks all rollouts; "
+                "await instead, or run it with ctx.in_thread"
+            )
+
+        return tell
+
+    def _still_too_long(self, seconds: float, place: str) -> None:
+        if self._cut_off is not None:
+            self._cut_off.cause = EnvError(
+                f"the event loop has stood still for {seconds:.0f} s, longer than any rollout may take, at {place}: code "
+                "there blocks all rollouts; await instead, or run it with ctx.in_thread"
+            )
+            self._cut_off.within(0.0)
 
     def _cut_off_in(self, seconds: float) -> None:
         if self._cut_off is not None:
@@ -539,15 +607,45 @@ class CutOff:
         for child in self._children:
             child.kill()
         told = f"{before.reason} ({why})" if before.reason else why
-        print(f"error: {told}", file=sys.stderr, flush=True)
+        print(f"error: {printable(told)}", file=sys.stderr, flush=True)
         os._exit(code)
 
 
-def _starting(config: RunConfig) -> str:
-    engine = (
-        "starting the engine" if isinstance(config.engine, EmbeddedEngine) else "connecting to the engines"
-    )
-    return f"{engine}, starting the trainer" if isinstance(config.trainer, ReferenceTrainer) else engine
+class Phases:
+    """What a run is doing before its first rollout: engines and trainer start side by side."""
+
+    def __init__(self, tell: Say) -> None:
+        self._tell = tell
+        self._under_way: list[str] = []
+
+    def now(self, what: str) -> None:
+        self._tell(what)
+
+    @contextlib.contextmanager
+    def during(self, what: str) -> Iterator[None]:
+        """Tell that `what` is going on, beside what else does."""
+        self._under_way.append(what)
+        self._tell(", ".join(self._under_way))
+        try:
+            yield
+        finally:
+            self._under_way.remove(what)
+            if self._under_way:
+                self._tell(", ".join(self._under_way))
+
+
+@contextlib.contextmanager
+def _unstoppable(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+    """Refuse `loop.stop()` to code that runs in it: it would end the run in the middle of everything, without a word."""
+
+    def refuse() -> None:
+        raise EnvError("loop.stop() is not for code that runs in the loop: the whole run is in it")
+
+    loop.stop = refuse  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del loop.stop
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """`paceline capacity`: the KV arithmetic of a model and a GPU, before anything is rented.
 
 paceline capacity MODEL --gpu H100
+paceline capacity run.toml        # the run's model, its contexts and, where it has one, its embedded engine's cache
 paceline capacity --layers 36 --kv-heads 8 --head-dim 128 --weights-gb 16 --gpu H100 --context 8000 32000
 """
 
@@ -11,6 +12,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from paceline.config import EmbeddedEngine
+from paceline.config.engine import EngineSection
 from paceline.core.capacity import (
     GPUS,
     Capacity,
@@ -28,9 +33,12 @@ _CONTEXTS = (8_000, 32_000, 128_000)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model", metavar="MODEL", nargs="?", help="model directory, its config.json, or pkg:PACKAGE/PATH"
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="a run's TOML config, or a model directory, its config.json, or pkg:PACKAGE/PATH",
     )
-    parser.add_argument("--gpu", default="H100", help=f"one of {', '.join(GPUS)} (default H100)")
+    parser.add_argument("--gpu", help=f"one of {', '.join(GPUS)} (default H100)")
     parser.add_argument(
         "--gpus", type=int, default=1, metavar="N", help="GPUs that one engine spans (default 1)"
     )
@@ -62,22 +70,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--context",
         type=int,
         nargs="+",
-        default=list(_CONTEXTS),
         metavar="TOKENS",
-        help="contexts of a rollout",
+        help="contexts of a rollout (default: those of the run's config, else 8000 32000 128000)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
+    section = _take_config(args) if (args.model or "").endswith(".toml") else None
+    args.context = args.context or list(_CONTEXTS)
     _check(args)
     shape, weights_gb, origin = _model(args)
+    if isinstance(section, EmbeddedEngine) and args.gpu is None and args.memory_gb is None:
+        return _embedded(args, section, shape)
+    gpu = args.gpu or "H100"
     if args.memory_gb is not None:
         memory_gb, name = args.memory_gb, f"{args.memory_gb:g} GB GPU"
-    elif args.gpu in GPUS:
-        memory_gb, name = GPUS[args.gpu].memory_gb, args.gpu
+    elif gpu in GPUS:
+        memory_gb, name = GPUS[gpu].memory_gb, gpu
     else:
-        raise ConfigError(f"unknown GPU {args.gpu!r}; there are {', '.join(GPUS)}, or give --memory-gb")
+        raise ConfigError(f"unknown GPU {gpu!r}; there are {', '.join(GPUS)}, or give --memory-gb")
     found = capacity(
         shape,
         memory_gb=memory_gb,
@@ -89,21 +101,64 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_as_json(found, shape, memory_gb, weights_gb, args.context)))
         return 0
-    print(
-        f"bytes per token   {shape.bytes_per_token:>12,}   {shape.layers} layers x {shape.per_layer} x {shape.dtype_bytes} bytes"
-    )
-    if shape.note:
-        print(f"                               {shape.note}")
+    _print_shape(shape)
     print(f"weights           {weights_gb:>9.1f} GB   {origin}")
     print(
         f"for the KV cache  {found.kv_bytes / 1e9:>9.1f} GB   {args.gpus} x {name}, {memory_gb:g} GB, {args.utilization:.0%} used"
     )
     print(f"KV tokens         {found.kv_tokens:>12,}")
+    _print_rollouts(found, args.context)
+    return 0
+
+
+def _take_config(args: argparse.Namespace) -> EngineSection:
+    """Put what a run's config says where the command line says nothing; returns the config's engine."""
+    from paceline.cli.options import load_config
+
+    config = load_config(argparse.Namespace(config=[Path(args.model)], overrides=[])).value
+    args.model = config.model.name
+    if not args.context:
+        limits = [env.limits.max_context for env in config.env] + [
+            env.limits.max_context for env in config.eval
+        ]
+        args.context = sorted({config.batch.seq_len, *(limit for limit in limits if limit is not None)})
+    return config.engine
+
+
+def _embedded(args: argparse.Namespace, section: EmbeddedEngine, shape: KvShape) -> int:
+    """What the run's own engine holds: its cache is as large as the config says, not what a GPU leaves."""
+    shape = msgspec.structs.replace(shape, dtype_bytes=dtype_bytes(args.kv_dtype or section.dtype))
+    found = Capacity(shape.bytes_per_token, shape.bytes_per_token * section.kv_tokens, section.kv_tokens)
+    if args.json:
+        told = {
+            "bytes_per_token": shape.bytes_per_token,
+            "kv_gb": found.kv_bytes / 1e9,
+            "kv_tokens": found.kv_tokens,
+        }
+        print(json.dumps(told | {"rollouts": {str(n): found.rollouts(n) for n in args.context}}))
+        return 0
+    _print_shape(shape)
+    print(
+        f"for the KV cache  {found.kv_bytes / 1e9:>9.1f} GB   of memory, in each of {section.replicas} engines"
+    )
+    print(f"KV tokens         {found.kv_tokens:>12,}   engine.kv_tokens")
+    _print_rollouts(found, args.context)
+    return 0
+
+
+def _print_shape(shape: KvShape) -> None:
+    print(
+        f"bytes per token   {shape.bytes_per_token:>12,}   {shape.layers} layers x {shape.per_layer} x {shape.dtype_bytes} bytes"
+    )
+    if shape.note:
+        print(f"                               {shape.note}")
+
+
+def _print_rollouts(found: Capacity, contexts: list[int]) -> None:
     print()
-    for context in args.context:
+    for context in contexts:
         rollouts = found.rollouts(context)
         print(f"{context:>9,} tokens: {int(rollouts):>6,} whole rollouts ({rollouts:.1f})")
-    return 0
 
 
 def _model(args: argparse.Namespace) -> tuple[KvShape, float, str]:
@@ -130,11 +185,11 @@ def _read(model: str) -> tuple[Path, dict[str, Any]]:
 
     path = Path(model).expanduser()
     if not path.is_file():
-        if not path.is_dir() and not model.startswith("pkg:"):
+        if not path.is_dir() and not model.startswith("pkg:") and not (path := _fetched(model)).is_dir():
             raise ConfigError(
                 f"no model directory or config.json at {model!r}; models are not fetched for this"
             )
-        path = resolve_model_dir(model) / "config.json"
+        path = (path if path.is_dir() else resolve_model_dir(model)) / "config.json"
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -142,6 +197,16 @@ def _read(model: str) -> tuple[Path, dict[str, Any]]:
     if not isinstance(config, dict):
         raise ConfigError(f"{path} holds no JSON object")
     return path.parent, config
+
+
+def _fetched(model: str) -> Path:
+    """Where a hub model is, if it is on this machine already."""
+    from paceline.cli.checks import local_model_dir
+
+    try:
+        return local_model_dir(model) or Path(model)
+    except ConfigError:  # it is no hub model either
+        return Path(model)
 
 
 def _check(args: argparse.Namespace) -> None:

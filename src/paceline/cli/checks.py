@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from paceline.config import (
     EmbeddedEngine,
     EnvSection,
@@ -47,9 +49,24 @@ async def diagnose(loaded: Loaded[RunConfig], *, limit_s: float = 4.5) -> list[F
     _import_our_own()
     # A server is given most of the time: its first request after a start takes seconds on a busy machine.
     checks = checks_of(loaded, probe_s=max(_PROBE_S, limit_s - 1.5))
-    findings = await examine(checks, limit_s=limit_s)
+    findings = one_cause_once(await examine(checks, limit_s=limit_s))
     rank = {"error": 0, "warning": 1, "ok": 2}
     return sorted(findings, key=lambda finding: rank[finding.level])
+
+
+def one_cause_once(findings: list[Finding]) -> list[Finding]:
+    """Several checks meet what is wrong with one thing (the model, the module of two environments): it is told once,
+    by the first of them, with the names of the others."""
+    told: dict[tuple[str, str, str], Finding] = {}
+    for finding in findings:
+        # What a check has no words of its own for is named after it; else `what` is part of the cause.
+        cause = finding.facts if finding.level == "error" and not finding.remedy else ""
+        key = (finding.level, cause, "" if cause else f"{finding.what}: {finding.facts}")
+        if key not in told:
+            told[key] = finding
+        elif cause and finding.what != told[key].what:
+            told[key] = msgspec.structs.replace(told[key], what=f"{told[key].what}, {finding.what}")
+    return list(told.values())
 
 
 def _import_our_own() -> None:
@@ -57,6 +74,7 @@ def _import_our_own() -> None:
     threads at once, wait for each other until Python gives one of them up."""
     for name in (
         "cli.assemble",
+        "cli.prompts",
         "cli.services",
         "cli.trainer",
         "engines.http",
@@ -110,6 +128,16 @@ def local_model_dir(name: str) -> Path | None:
         return None
 
 
+def _model_here(config: RunConfig) -> Path | None:
+    """The model's directory, for checks that look into it; None where there is nothing to look at. If it is wrong,
+    `_model` says so."""
+    try:
+        directory = local_model_dir(config.model.name)
+    except PacelineError:
+        return None
+    return directory if directory is not None and (directory / "config.json").is_file() else None
+
+
 def _model(config: RunConfig) -> list[Finding]:
     directory = local_model_dir(config.model.name)
     if directory is None:
@@ -136,7 +164,7 @@ def _model(config: RunConfig) -> list[Finding]:
 def _template(config: RunConfig) -> list[Finding]:
     from paceline.tokens import ChatTokenizer, probe_append_only, user
 
-    directory = local_model_dir(config.model.name)
+    directory = _model_here(config)
     if directory is None:
         return []
     tokenizer = ChatTokenizer.load(directory, config.model.chat_template)
@@ -149,7 +177,7 @@ def _has_tool_support(config: RunConfig) -> bool | None:
     """Whether the template renders a tool list; None when there is no template to try."""
     from paceline.tokens import ChatTokenizer, user
 
-    directory = local_model_dir(config.model.name)
+    directory = _model_here(config)
     if directory is None:
         return None
     tokenizer = ChatTokenizer.load(directory, config.model.chat_template)
@@ -162,7 +190,7 @@ def _has_tool_support(config: RunConfig) -> bool | None:
 
 def _model_lengths(loaded: Loaded[RunConfig]) -> list[Finding]:
     config = loaded.value
-    directory = local_model_dir(config.model.name)
+    directory = _model_here(config)
     if directory is None:
         return []
     try:
@@ -237,11 +265,12 @@ def _fits(loaded: Loaded[RunConfig], longest: int, whose: str) -> list[Finding]:
 
 def _packages(config: RunConfig) -> list[Finding]:
     needs: list[tuple[str, str, tuple[str, ...]]] = []
-    train = ("torch", "transformers", "safetensors")
-    if isinstance(config.engine, EmbeddedEngine):
-        needs.append(("engine.type = 'embedded'", "train", train))
-    if isinstance(config.trainer, ReferenceTrainer):
-        needs.append(("trainer.type = 'reference'", "train", train))
+    train = [
+        *(["engine.type = 'embedded'"] if isinstance(config.engine, EmbeddedEngine) else []),
+        *(["trainer.type = 'reference'"] if isinstance(config.trainer, ReferenceTrainer) else []),
+    ]
+    if train:
+        needs.append((" and ".join(train), "train", ("torch", "transformers", "safetensors")))
     if config.metrics.prometheus is not None:
         needs.append(("metrics.prometheus", "prometheus", ("prometheus_client",)))
     if config.metrics.wandb is not None:
@@ -255,7 +284,7 @@ def _packages(config: RunConfig) -> list[Finding]:
             found.append(
                 Finding(
                     "error",
-                    f"{what} needs packages that are not installed",
+                    f"{what} {'need' if ' and ' in what else 'needs'} packages that are not installed",
                     f"missing: {', '.join(missing)}",
                     f"pip install 'paceline[{extra}]'",
                 )
@@ -272,6 +301,7 @@ def _is_installed(package: str) -> bool:
 
 def _env_check(config: RunConfig, section: EnvSection | EvalSection) -> Callable[[], list[Finding]]:
     def check() -> list[Finding]:
+        from paceline.cli.prompts import prompt_findings
         from paceline.envs.registry import environment_class, make_environment, tasks_of
 
         split: Split = "train" if isinstance(section, EnvSection) else "eval"
@@ -279,11 +309,13 @@ def _env_check(config: RunConfig, section: EnvSection | EvalSection) -> Callable
         with _ONE_IMPORTS:
             environment_class(section.id)
         environment = make_environment(section.id, section.args)
+        found: list[Finding] = []
         try:
-            size = tasks_of(environment, split, section.label).size
+            source = tasks_of(environment, split, section.label)
+            found += prompt_findings(config, section, environment, source, _model_here(config))
         finally:
             asyncio.run(environment.close())  # the run makes its own
-        found = []
+        size = source.size
         if isinstance(section, EvalSection) and size is not None and section.examples > size:
             found.append(
                 Finding(

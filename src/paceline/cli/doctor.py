@@ -9,6 +9,7 @@ import sys
 import textwrap
 
 from paceline.cli.options import add_config_argument, load_config
+from paceline.errors import printable
 from paceline.runtime.doctor import Finding
 
 TAKES_CONFIG = True
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 def render(findings: list[Finding], *, color: bool = False, width: int = 100) -> str:
     """For people: what is wrong first, each with both sides and the remedy, then what is right."""
     lines = []
-    for finding in findings:
+    for finding in map(_clean, findings):
         mark = f"{_MARKS[finding.level]:<4}"
         if color:
             mark = f"\x1b[{_COLORS[finding.level]}m{mark}\x1b[0m"
@@ -64,3 +65,9 @@ def render(findings: list[Finding], *, color: bool = False, width: int = 100) ->
         noted = f", with {warnings} warning{'s' * (warnings != 1)}" if warnings else ""
         lines += ["", f"this run can start{noted}"]
     return "\n".join(lines)
+
+
+def _clean(finding: Finding) -> Finding:
+    """Without what would move the cursor: servers and environments are quoted in findings."""
+    texts = (printable(text).replace("\n", " ") for text in (finding.what, finding.facts, finding.remedy))
+    return Finding(finding.level, *texts)

@@ -13,6 +13,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from paceline.config import EmbeddedEngine, RunConfig, SglangEngine
@@ -50,17 +51,27 @@ class RunEngines:
         self._back: dict[EngineId, asyncio.Event] = {}
         self.slots: dict[EngineId, EngineSlot] = {}
 
-    async def start(self, version: Version, weights: Path) -> None:
-        """Start or reach all of them, holding `version`, whose files are in `weights`. EngineError if one is not up."""
+    async def start(
+        self,
+        version: Version,
+        weights: Path,
+        during: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
+    ) -> None:
+        """Start or reach all of them, holding `version`, whose files are in `weights`. EngineError if one is not up.
+
+        `during` is entered with what is being done.
+        """
         section = self._config.engine
         count = section.replicas if isinstance(section, EmbeddedEngine) else len(section.urls)
         numbers = range(count)
-        engines = await asyncio.gather(*(self._open(n, version, weights) for n in numbers))
+        is_ours = isinstance(section, EmbeddedEngine)
+        with during(f"{'starting' if is_ours else 'reaching'} the engine{'s' * (count > 1)}"):
+            engines = await asyncio.gather(*(self._open(n, version, weights) for n in numbers))
         for number, engine in zip(numbers, engines, strict=True):
             # A server that runs on from an earlier run holds that run's last weights, whatever their number.
-            is_ours = isinstance(section, EmbeddedEngine)
             if engine.version != version or (version and not is_ours):
-                await engine.update_weights(version, str(weights))
+                with during(f"loading v{version} into {engine.info.id}, and checking that it is in"):
+                    await engine.update_weights(version, str(weights))
             self.slots[engine.info.id] = EngineSlot(engine, self._renewer(number))
 
     def joined(self) -> list[EngineJoined]:

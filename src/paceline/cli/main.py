@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from paceline import __version__
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError, PacelineError, printable
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("paceline.cli.run", "run everything one config describes: engines, environments, training"),
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PacelineError as error:
         if debug:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130  # as a shell reports a process that SIGINT ended

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.cli.options import add_config_argument, load_config
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError, PacelineError, printable
 
 if TYPE_CHECKING:
     from paceline.cli.assemble import Earlier, Resumption
@@ -97,7 +97,14 @@ def start(
     ConfigError when it cannot begin; whatever ends it after that is told, and in the outcome. `may_exit`: see
     `Assembly`.
     """
-    from paceline.cli.rundir import CONFIG_FILE, RunLock, existing_run_dir, new_run_dir, resumption
+    from paceline.cli.rundir import (
+        CONFIG_FILE,
+        RunLock,
+        existing_run_dir,
+        mend_status,
+        new_run_dir,
+        resumption,
+    )
     from paceline.config.dump import dump
     from paceline.tokens.tokenizer import resolve_model_dir
     from paceline.transport.status import open_run
@@ -112,6 +119,8 @@ def start(
         else:
             run_dir = existing_run_dir(config, resume)
             lock = stack.enter_context(RunLock(run_dir, _say))
+            for note in mend_status(run_dir):
+                _say(note)
             if (finished := _finished(run_dir, config)) is not None:
                 return finished
             run_id, goes_on, notes = resumption(run_dir, config)
@@ -204,7 +213,7 @@ def execute(
         try:
             with Monitor(folds, pump=pump, view=view) as monitor:
                 watching: list[Fold] = [monitor, *_awaiting_trainer(config, run_dir)]
-                finish = asyncio.run(assembly.run(watching, _say))
+                finish = assembly.run(watching, _say, view.phase)
             code = status.finish(finish.status, finish.reason)
         except Stopped as stopped:
             code = status.finish("stopped", str(stopped))
@@ -216,9 +225,9 @@ def execute(
             assembly.close()
         _write_report(run_dir)
     if error is not None:
-        print(f"error: {status.status.reason}", file=sys.stderr, flush=True)
+        _say(f"error: {status.status.reason}")
         for note in getattr(error, "__notes__", ()):
-            print(f"  {note}", file=sys.stderr, flush=True)
+            _say(f"  {note}")
         if os.strerror(errno.ENOSPC) in status.status.reason:
             _say(f"  free some space at {run_dir}, then go on with --resume {run_dir}")
     more = "; --resume goes on" if status.status.status == "stopped" else ""
@@ -274,4 +283,4 @@ def _write_report(run_dir: Path) -> None:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)

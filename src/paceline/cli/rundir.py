@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
@@ -14,10 +15,21 @@ from typing import Self
 
 from paceline.cli.assemble import Resumption
 from paceline.config import ReferenceTrainer, RunConfig
+from paceline.domain.events import RunOpened
 from paceline.errors import ConfigError, WireError
+from paceline.journal import read_journal
+from paceline.journal.files import file_numbers
 from paceline.runtime.checkpoints import Checkpoints
-from paceline.transport.layout import VERSION_FILE, WEIGHTS, batch_dir, steps_in, versions_in, weights_dir
-from paceline.transport.status import read_status
+from paceline.transport.layout import (
+    STATUS,
+    VERSION_FILE,
+    WEIGHTS,
+    batch_dir,
+    steps_in,
+    versions_in,
+    weights_dir,
+)
+from paceline.transport.status import RunStatus, read_status, write_status
 
 CONFIG_FILE = "config.toml"
 LOCK_FILE = "run.lock"
@@ -55,7 +67,9 @@ class RunLock:
                 fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() >= deadline:
-                    status = read_status(run_dir)
+                    status = None
+                    with contextlib.suppress(WireError):
+                        status = read_status(run_dir)
                     who = f" (process {status.pid} on {status.host})" if status and status.pid else ""
                     raise ConfigError(
                         f"{run_dir} is being run by another process{who}: end that one first, or start a run of its "
@@ -106,8 +120,11 @@ def existing_run_dir(config: RunConfig, given: str) -> Path:
         run_dir = Path(given).expanduser().absolute()
         if not run_dir.is_dir():
             raise ConfigError(f"--resume: there is no run directory {run_dir}")
-        if read_status(run_dir) is None:  # before a lock file is put there
-            raise ConfigError(f"--resume: {run_dir} is no run directory: it has no status.json")
+        # Before a lock file is put there.
+        if not (run_dir / STATUS).exists() and not file_numbers(run_dir, "log"):
+            raise ConfigError(
+                f"--resume: {run_dir} is no run directory: it has no status.json and no journal"
+            )
         return run_dir
     return latest_run_dir(config)
 
@@ -126,6 +143,34 @@ def latest_run_dir(config: RunConfig) -> Path:
             f"--resume: there is no run called {config.run.name!r} in {root}: start it without --resume"
         )
     return max(found)[1]
+
+
+def mend_status(run_dir: Path) -> list[str]:
+    """Make a damaged or missing status.json again, and say so; nothing when it is sound.
+
+    All that a resumed run needs of it is the run's id, which the journal holds too. ConfigError when that says nothing.
+    """
+    try:
+        if read_status(run_dir) is not None:
+            return []
+        damage = "is gone"
+    except (WireError, OSError) as error:
+        damage = f"is damaged ({error})"
+    try:
+        opened = (r.event for r in read_journal(run_dir) if isinstance(r.event, RunOpened))
+        run_id = next(opened).run_id
+        write_status(run_dir, RunStatus(run_id=run_id, status="failed", reason=f"{STATUS} {damage}"))
+    except (StopIteration, WireError) as error:
+        why = str(error) or "it has no record yet"
+        raise ConfigError(
+            f"{run_dir}: {STATUS} {damage}, and the journal does not say either which run this is: {why}; start a run of "
+            "its own, without --resume"
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"{run_dir}: {STATUS} {damage}, and cannot be made again: {error}; remove it"
+        ) from error
+    return [f"{STATUS} was {damage.removeprefix('is ')}: made again from the journal"]
 
 
 def resumption(run_dir: Path, config: RunConfig) -> tuple[str, Resumption | None, list[str]]:

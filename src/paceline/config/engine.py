@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
 from paceline.config.base import Section
+from paceline.errors import without_password
 
 
 class EmbeddedEngine(Section):
@@ -38,20 +38,19 @@ class EmbeddedEngine(Section):
     """Requests in flight when new weights come: `keep` freezes them while the weights are loaded, then they go on;
     `interrupt` aborts them with the tokens they have, and they go on as new requests. No request then spans two
     versions, and its prompt is prefilled anew. Every token carries the version that sampled it either way."""
+    load_s: float = Field(default=120.0, gt=0)
+    """Seconds one update of weights may take, from the pause to the check; an engine that takes longer hangs, and is
+    started again."""
     lost_s: float = Field(default=180.0, gt=0)
     """Seconds without any engine before the run ends; one that died is started again meanwhile."""
 
 
-def _without_password(address: str) -> str:
+def _holds_no_secret(address: str) -> str:
     """An address ends up in configs, journals, logs and error messages: nothing secret may be in it."""
-    try:
-        parts = urlsplit(address)
-    except ValueError:
-        return address  # whoever connects says what is wrong with it
-    if parts.username is not None or parts.password is not None:
+    if without_password(address) != address:
         raise ValueError(
-            f"the address of {parts.hostname} holds a user or a password: put the server's token into an environment "
-            "variable and name that in api_key_env"
+            "an address may hold no user and no password: put the server's token into an environment variable and "
+            "name that in api_key_env"
         )
     return address
 
@@ -76,13 +75,16 @@ class _Servers(Section):
     """Requests in flight when new weights come: `keep` freezes them while the weights are loaded, then they go on;
     `interrupt` aborts them with the tokens they have, and they go on as new requests. No request then spans two
     versions, and its prompt is prefilled anew. Every token carries the version that sampled it either way."""
+    load_s: float = Field(default=600.0, gt=0)
+    """Seconds one update of weights may take, from the pause to the check; a server that takes longer is taken out until
+    it answers again. As long as the largest model takes to be read from the slowest disk, and no longer."""
     lost_s: float = Field(default=600.0, gt=0)
     """Seconds without any server before the run ends; one that answers again meanwhile is used again."""
 
     @field_validator("urls")
     @classmethod
-    def _hold_no_secret(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(map(_without_password, urls))
+    def _check_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(_holds_no_secret, urls))
 
 
 class VllmEngine(_Servers):
@@ -119,8 +121,8 @@ class ChatSection(Section):
 
     @field_validator("url")
     @classmethod
-    def _holds_no_secret(cls, url: str) -> str:
-        return _without_password(url)
+    def _check_url(cls, url: str) -> str:
+        return _holds_no_secret(url)
 
 
 EngineSection = Annotated[EmbeddedEngine | VllmEngine | SglangEngine, Field(discriminator="type")]

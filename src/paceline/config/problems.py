@@ -13,6 +13,7 @@ from paceline.config.flags import all_paths
 from paceline.config.shape import Path, Shape, choices, keys_of
 from paceline.config.toml import dotted, header, toml_value
 from paceline.config.words import expected, nearest
+from paceline.errors import without_password
 
 _BOUND_TYPES = ("greater_than", "less_than", "multiple_of", "too_short", "too_long", "string_pattern")
 _TYPE_SUFFIXES = ("_type", "_parsing", "_parsing_size", "_from_float")
@@ -52,7 +53,8 @@ class Problems:
 
     def lines(self) -> list[str]:
         ordered = sorted(self._found.values(), key=lambda found: found[0])
-        return [f"{source.where}: {text}" for source, text in ordered] + self._plain
+        lines = [f"{source.where}: {text}" for source, text in ordered] + self._plain
+        return [without_password(line) for line in lines]
 
     def _note(self, path: Path, text: str, source: Source | None = None) -> None:
         source = source or self._document.source_of(path) or self._somewhere

@@ -14,9 +14,11 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 import numpy as np
 
+from paceline.core.dead import Deaths
 from paceline.core.plain import from_plain, to_plain
 from paceline.core.staleness import oldest_allowed, staleness, trained_by
 from paceline.domain.batch import Batch
+from paceline.domain.commands import NoteDead
 from paceline.domain.group import GroupResult, Verdict
 from paceline.domain.ids import EnvName, RolloutId, Version, parse_rollout_id
 from paceline.domain.sample import Sample
@@ -203,40 +205,55 @@ class BatchList:
             self._by_version.setdefault(entry.oldest_version, {})[entry.rollout] = None
 
 
+_WARN_AT = 32
+"""Dead groups in a row after which people are told, unless the limit is so low that it has to be sooner."""
+
+
 class DeadStreak:
     """Counts groups in a row that brought nothing to train, and ends the run when they pass the limit."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._kinds: Counter[str] = Counter()
+        self._first = max(2, min(_WARN_AT, limit // 8))
+        self._warn_at = self._first
+        self._deaths = Deaths(self._first)
         self._last_error = ""
 
     @property
     def length(self) -> int:
         return self._kinds.total()
 
-    def add(self, result: GroupResult, error: str | None = None) -> None:
-        """Take note of a group. NoProgressError, with the counts, when there were more than the limit in a row.
+    def add(self, result: GroupResult, env: EnvName, error: str | None = None) -> NoteDead | None:
+        """Take note of a group; returns a warning when it is time for one, long before the limit and again whenever
+        there are twice as many, or that it is over. NoProgressError, with the counts, when there were more than the
+        limit in a row.
 
         `error` is that of `GroupProcessed`, when processing itself failed.
         """
         if result.dead is None:
             self._kinds.clear()
             self._last_error = ""
-            return
+            self._warn_at = self._first
+            return NoteDead(env, 0, "a group of it trains again") if self._deaths.end(env) else None
         self._kinds[result.dead] += 1
+        warning = self._deaths.add(env, result, error)
         failures = [v.reason for v in result.verdicts if v.fate == "failed" and v.reason]
         self._last_error = error or (failures[-1] if failures else self._last_error)
         if self.length > self._limit:
             counts = ", ".join(f"{kind} {count}" for kind, count in self._kinds.most_common())
             last = f"; the last error was: {self._last_error}" if self._last_error else ""
-            alike = (
-                "; zero_signal: all rollouts of a group had the same advantage, as when all rewards are equal"
-            )
             raise NoProgressError(
                 f"{self.length} groups in a row brought nothing to train, more than batch.dead_group_limit "
-                f"{self._limit}: {counts}{last}{alike if 'zero_signal' in self._kinds else ''}"
+                f"{self._limit}: {counts}{last}; {self._deaths.told()}"
             )
+        if self.length >= self._warn_at:
+            self._warn_at = 2 * self.length
+            warning = (
+                f"{self.length} groups in a row brought nothing to train; the run ends after {self._limit} "
+                f"(batch.dead_group_limit): {self._deaths.told()}"
+            )
+        return NoteDead(env, self._deaths.count(env), warning) if warning else None
 
 
 def _queued(rollout: RolloutId, env: EnvName, samples: tuple[Sample, ...]) -> Queued:

@@ -78,14 +78,15 @@ def build_samples(rollout: Rollout, *, seq_len: int, overlong: Literal["cut", "d
     ending, cut_tokens, why = rollout.outcome.ending, 0, ""
     if longest > seq_len:
         if overlong == "drop":
-            why = f"a sample of {longest} tokens is longer than seq_len {seq_len}"
+            why = f"a sample of {longest} tokens is longer than batch.seq_len {seq_len}"
             built = []
         else:
             ending = "truncated"
-            built = [_cut(sample, seq_len) for sample in built]
+            whole, built = built, [_cut(sample, seq_len) for sample in built]
             cut_tokens = sum([sample.cut_tokens for sample in built])
             if cut_tokens == generated:
-                why = f"no sampled token lies within the first {seq_len} tokens of a sample"
+                first = min(int(np.argmax(sample.trainable)) for sample in whole)
+                why = f"the prompt has {first} tokens, batch.seq_len is {seq_len}: no sampled token lies within it"
     return Built(
         samples=tuple([sample for sample in built if sample.versions]),
         ending=ending,

@@ -249,7 +249,8 @@ class Core:
         if self._hears_endings is not None:
             self._hears_endings.group_processed(group, result)
         if self._draining is None:
-            self.dead.add(result, event.error)
+            if note := self.dead.add(result, env, event.error):
+                self._out.say(note)
         elif not listed and (group.closed_unlaunched or any(v.fate == "cancelled" for v in result.verdicts)):
             # The end cut it short: it says nothing about the task, which a resumed run draws again.
             self._cut_short.append(group.task)

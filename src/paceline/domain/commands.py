@@ -76,6 +76,16 @@ class NoteCap(msgspec.Struct, frozen=True, gc=False, tag=True):
     reason: str = ""
 
 
+class NoteDead(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """Groups of an environment in a row brought nothing to train. Nothing to perform, and not answered."""
+
+    env: EnvName
+    groups: int
+    """How many of its groups, in a row; 0 when one of them trains again."""
+    reason: str
+    """Of how many groups, why, what to change, and whether the run is going to end for it."""
+
+
 class ProcessGroup(msgspec.Struct, frozen=True, gc=False, tag=True):
     """Turn a closed group into samples with advantages, off the loop. Answered by `GroupProcessed`."""
 
@@ -212,6 +222,7 @@ Command: TypeAlias = (
     | ParkRollout
     | ResumeRollout
     | NoteCap
+    | NoteDead
     | ProcessGroup
     | UpdateWeights
     | ReviveEngine

@@ -26,7 +26,7 @@ import msgspec
 from paceline.engines.http.link import Limits, Link
 from paceline.engines.http.retry import Retry
 from paceline.engines.http.wire import error_text, excerpt
-from paceline.errors import EngineError
+from paceline.errors import EngineError, without_password
 
 ROUTE = "/chat/completions"
 
@@ -76,7 +76,7 @@ class OpenAIChat:
         retry: Retry | None = None,
     ) -> None:
         """`url` is the base that ends in `/v1`. `options` go into every request: temperature, max_tokens, …"""
-        self._name = f"chat {name or model} ({url})"
+        self._name = without_password(f"chat {name or model} ({url})")
         self._url, self._model, self._key = url, model, api_key
         self._options = dict(options or {})
         self._request_s = request_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from paceline.config.words import nearest
@@ -58,7 +58,7 @@ def make_environment(env_id: str, args: Mapping[str, Any]) -> Environment:
         return made(**args)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"environment {env_id!r} refuses its args: {error}") from error
-    except Exception as error:  # whatever a user's constructor does: open files, ask a service
+    except (Exception, SystemExit) as error:  # whatever a user's constructor does: open files, ask a service
         raise ConfigError(
             f"environment {env_id!r} cannot be made: its constructor raised {type(error).__name__}: {error}"
         ) from error
@@ -70,20 +70,45 @@ def tasks_of(environment: Environment, split: Split, label: str) -> TaskSource:
         source = environment.tasks(split)
     except NotImplementedError as error:
         raise ConfigError(f"env {label!r} has no {split} tasks: {error}") from error
-    except Exception as error:  # whatever a user's code does
+    except (Exception, SystemExit) as error:  # whatever a user's code does
         raise ConfigError(
             f"env {label!r}: tasks({split!r}) raised {type(error).__name__}: {error}"
         ) from error
+    if problem := _no_source(source):
+        raise ConfigError(f"env {label!r}: tasks({split!r}) returned {problem}")
     if source.size == 0:
         raise ConfigError(f"env {label!r} has no {split} tasks: look at its args")
     try:
-        _ = source.fingerprint
+        if not isinstance(source.fingerprint, str):
+            raise ConfigError(
+                f"env {label!r}: the fingerprint of its {split} tasks is {source.fingerprint!r}; expected a text"
+            )
     except TypeError as error:
         raise ConfigError(
             f"env {label!r}: its {split} tasks cannot be told from others, for they are not JSON-like ({error}): "
             "make them of texts, numbers, lists, dicts or msgspec structs, or give ListTasks a fingerprint"
         ) from error
     return source
+
+
+def _no_source(returned: Any) -> str:
+    """What is wrong with something that should be a `TaskSource`, and what to do; empty if nothing is."""
+    name = type(returned).__name__
+    if returned is None:
+        return "None: it lacks its `return ListTasks([...])`"
+    if inspect.isawaitable(returned):
+        if inspect.iscoroutine(returned):
+            returned.close()  # else Python warns that nobody awaited it
+        return f"a {name}: make it a plain method, without `async`"
+    if not callable(getattr(returned, "get", None)) or not hasattr(returned, "size"):
+        wrap = (
+            "wrap it: ListTasks(list(...))" if isinstance(returned, Iterable) else "return ListTasks([...])"
+        )
+        return f"a {name}, which is no source of tasks: {wrap}, or give it `size`, `fingerprint` and `get(index)`"
+    size = returned.size
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
+        return f"a {name} whose size is {size!r}: expected a number of tasks, or None for endless"
+    return ""
 
 
 def _module(env_id: str, name: str) -> Any:
@@ -98,7 +123,7 @@ def _module(env_id: str, name: str) -> Any:
         raise ConfigError(
             f"environment {env_id!r}: importing {name} needs {missing!r}: install it"
         ) from error
-    except Exception as error:  # whatever a user's module does while it is imported
+    except (Exception, SystemExit) as error:  # whatever a user's module does while it is imported
         raise ConfigError(
             f"environment {env_id!r}: importing {name} failed: {type(error).__name__}: {error}"
         ) from error

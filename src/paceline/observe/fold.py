@@ -59,16 +59,17 @@ class Folds:
             for kind, handler in fold.handlers().items():
                 table[kind] = (*table.get(kind, ()), handler)
         self._table = table
-        self._now = 0.0
+        self.now = 0.0
+        """The run's time at the latest decision."""
         self._before = 0.0
         """Seconds of the run that went by before this process."""
 
     def apply(self, at: float, event: Event, commands: Sequence[Command] = ()) -> float:
         """Take in one decision; returns the run's time. Costs a dictionary look-up for what no fold reads."""
         if type(event) is RunOpened:
-            self._before = max(0.0, self._now - at)
+            self._before = max(0.0, self.now - at)
         table = self._table
-        at = self._now = at + self._before
+        at = self.now = at + self._before
         for handler in table.get(type(event), ()):
             handler(at, event)
         for command in commands:

@@ -21,7 +21,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from paceline.domain.commands import Command, FinishRun
+from paceline.domain.commands import Command, FinishRun, NoteDead, ShipBatch
 from paceline.domain.events import (
     CheckpointSaved,
     EngineJoined,
@@ -32,14 +32,17 @@ from paceline.domain.events import (
     ShutdownRequested,
     WeightsLoaded,
 )
+from paceline.domain.ids import EnvName
 from paceline.domain.rollout import Rollout
 from paceline.observe.monitor import View
 from paceline.observe.rows import Row
-from paceline.observe.run import RunFolds
+from paceline.observe.run import RunFolds, trained_steps
 from paceline.observe.sinks.pump import Outbox
 
 _Value = TypeVar("_Value")
 _NOTE_S = 0.25
+_LINE, _WHOLE = 160, 1000
+"""Characters shown of a line, and of a warning that has to be read to its end."""
 _SPARK = "▁▂▃▄▅▆▇█"
 _COLOURS: dict[str, str] = {
     "shipped": "green",
@@ -81,29 +84,50 @@ def open_view(
 class PlainView:
     """One line for the start, every step, every eval, whatever went wrong, and the end."""
 
-    def __init__(self, folds: RunFolds, stream: TextIO, *, max_steps: int) -> None:
-        self._folds, self._stream, self._max_steps = folds, stream, max_steps
+    def __init__(
+        self,
+        folds: RunFolds,
+        stream: TextIO,
+        *,
+        max_steps: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream, self._max_steps = stream, max_steps
+        self._time = _Elapsed(folds, clock)
         self._news = News()
         self._broken = False
         # A pipe whose reader has stopped reading blocks whoever writes: let that be another thread.
         self._lines: Outbox[str] = Outbox("lines", self._print, lambda: None, size=4096)
 
     def decided(self, at: float, event: Event, commands: Sequence[Command]) -> None:
+        if type(event) is RunOpened:
+            self._time.opened(at)
         if (text := self._news.of(at, event)) is not None:
-            self._line(at, text)
+            self._line(self._time.at(at), text)
         for command in commands:
-            if type(command) is FinishRun:
-                self._line(at, f"{command.status}: {command.reason}")
+            if type(command) is NoteDead:
+                told = (
+                    f"warning: {command.reason}"
+                    if command.groups
+                    else f"env {command.env!r}: {command.reason}"
+                )
+                self._line(self._time.at(at), told, whole=True)
+            elif type(command) is FinishRun:
+                self._line(self._time.at(at), f"{command.status}: {command.reason}")
 
     def row(self, row: Row) -> None:
-        self._line(row.at, row_text(row, self._max_steps))
+        self._line(self._time.at(row.at), row_text(row, self._max_steps))
+
+    def phase(self, text: str) -> None:
+        self._line(self._time.now(), text)
 
     def close(self) -> None:
         self._lines.finish()
         self._lines.join(1.0)
 
-    def _line(self, at: float, text: str) -> None:
-        self._lines.put(f"[{_seconds(at - (self._folds.run.opened_at or 0.0)):>7}] {one_line(text)}\n")
+    def _line(self, elapsed: float, text: str, whole: bool = False) -> None:
+        told = one_line(text, longest=_WHOLE if whole else _LINE)
+        self._lines.put(f"[{_seconds(elapsed):>7}] {told}\n")
 
     def _print(self, line: str) -> None:
         if self._broken:
@@ -118,9 +142,11 @@ class PlainView:
 class _Notes(msgspec.Struct, frozen=True):
     """What the panel shows: taken on the run's thread, drawn on another."""
 
-    at: float
     step: int
-    reward: tuple[float, ...]
+    doing: str
+    """In place of the step, before the first one is trained."""
+    reward: dict[str, tuple[float, ...]]
+    """By environment, where there are several; of all of them under the empty name."""
     held_out: dict[str, tuple[float, ...]]
     values: dict[str, float]
     in_flight: tuple[int, int]
@@ -129,6 +155,7 @@ class _Notes(msgspec.Struct, frozen=True):
     goodput: float | None
     tokens: dict[str, int]
     left_s: float | None
+    warnings: tuple[str, ...]
     events: tuple[str, ...]
 
 
@@ -144,37 +171,58 @@ class LiveView:
         cap: Callable[[], int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._folds, self._max_steps, self._cap, self._clock = folds, max_steps, cap, clock
+        self._folds, self._max_steps, self._cap = folds, max_steps, cap
+        self._time = _Elapsed(folds, clock)
+        self._phase = "starting"
+        self._warnings: dict[EnvName, str] = {}
         self._events: deque[str] = deque(maxlen=5)
         self._news = News()
         self._next = 0.0
         self._resuming = folds.run.status is not None
-        self._noted_at = clock()
-        self._notes = self._take_notes(0.0)
+        self._notes = self._take_notes()
         self._live = Live(console=console, get_renderable=self.panel, refresh_per_second=4, transient=False)
         self._restore = _hide_ctrl_c(console)
         self._live.start()
 
     def decided(self, at: float, event: Event, commands: Sequence[Command]) -> None:
-        if (text := self._news.of(at, event)) is not None:
-            self._events.append(f"{_seconds(at - (self._folds.run.opened_at or 0.0)):>7}  {text}")
         if type(event) is RunOpened:
+            self._time.opened(at)
             self._resuming = False
-        if at >= self._next or (commands and type(commands[-1]) is FinishRun):
+            self._phase = "" if trained_steps(self._folds) else "first rollouts"
+        if (text := self._news.of(at, event)) is not None:
+            self._event(at, text)
+        for command in commands:
+            if type(command) is ShipBatch and self._phase:
+                self._phase = f"training step {command.batch.step}"
+            elif type(command) is NoteDead:
+                self._warnings.pop(command.env, None)
+                if command.groups:
+                    self._warnings[command.env] = command.reason
+        ends = bool(commands) and type(commands[-1]) is FinishRun
+        if ends:
+            self._time.stop()
+        if at >= self._next or ends:
             self._next = at + _NOTE_S
-            self._noted_at = self._clock()
-            self._notes = self._take_notes(at)
+            self._notes = self._take_notes()
 
     def row(self, row: Row) -> None:
         if row.kind == "eval":
-            opened = self._folds.run.opened_at or 0.0
-            self._events.append(f"{_seconds(row.at - opened):>7}  {row_text(row, self._max_steps)}")
+            self._event(row.at, row_text(row, self._max_steps))
+        elif row.kind == "step" and row.trained:
+            self._phase = ""
+
+    def phase(self, text: str) -> None:
+        self._phase = text
+        self._notes = self._take_notes()
+
+    def _event(self, at: float, text: str) -> None:
+        self._events.append(f"{_seconds(self._time.at(at)):>7}  {text}")
 
     def close(self) -> None:
         self._live.stop()
         self._restore()
 
-    def _take_notes(self, at: float) -> _Notes:
+    def _take_notes(self) -> _Notes:
         folds = self._folds
         steps = folds.training.steps
         held_out: dict[str, tuple[float, ...]] = {}
@@ -184,16 +232,21 @@ class LiveView:
         recent = [steps[index] for index in range(max(0, len(steps) - 8), len(steps))]
         seconds = [row.values["time/step_s"] for row in recent if "time/step_s" in row.values]
         last = steps[-1] if steps else None
+        envs = [env for env, split in folds.lives.tallies if split == "train"]
+        shown = {"": "all"} | ({env: env for env in envs} if len(envs) > 1 else {})
+        rewards = {name: f"train/{scope}/reward" for name, scope in shown.items()}
         left = (self._max_steps - last.step) * sum(seconds) / len(seconds) if last and seconds else None
         settled = folds.account.settled_tokens()
         tokens: dict[str, int] = {fate: settled[fate] for fate in _FATES if settled.get(fate)}
         tokens["under way"] = max(0, folds.lives.sampled_tokens - sum(settled.values()))
         return _Notes(
-            at=at - (folds.run.opened_at or 0.0),
-            step=last.step if last else 0,
-            reward=tuple(
-                row.values["train/all/reward"] for row in spread(steps) if "train/all/reward" in row.values
-            ),
+            step=trained_steps(folds),
+            doing=self._phase,
+            reward={
+                env: tuple(row.values[name] for row in spread(steps) if name in row.values)
+                for env, name in rewards.items()
+            },
+            warnings=tuple(self._warnings.values()),
             held_out=held_out,
             values=last.values if last else {},
             in_flight=(folds.lives.in_flight["train"], folds.lives.in_flight["eval"]),
@@ -209,21 +262,25 @@ class LiveView:
         """What is drawn now."""
         notes, folds = self._notes, self._folds
         running = folds.run.status is None or self._resuming
-        elapsed = notes.at + (self._clock() - self._noted_at if running else 0.0)
         left = f" · about {_seconds(notes.left_s)} left" if running and notes.left_s else ""
         head = Table.grid(padding=(0, 1), expand=True)
         head.add_column(no_wrap=True)
         head.add_column(ratio=1)
         head.add_column(justify="right", no_wrap=True)
         head.add_row(
-            Text(f"step {notes.step}/{self._max_steps}", style="bold"),
+            Text(notes.doing or f"step {notes.step}/{self._max_steps}", style="bold"),
             Bar(self._max_steps, 0, notes.step, color="green", bgcolor="grey23"),
-            Text(f"{_seconds(elapsed)}{left}", style="dim"),
+            Text(f"{_seconds(self._time.now())}{left}", style="dim"),
         )
         title = Text(f" {folds.run.run_id or 'paceline'} ", style="bold")
         if not running:
             title.append(f"{folds.run.status} ", style="green" if folds.run.status == "done" else "yellow")
         body = [head, Text(""), self._numbers(notes), Text(""), tokens_bar(notes.tokens)]
+        if notes.warnings:
+            body += [
+                Text(""),
+                *(Text(one_line(text, longest=_WHOLE), style="yellow") for text in notes.warnings),
+            ]
         if notes.events:
             body += [
                 Text(""),
@@ -243,7 +300,7 @@ class LiveView:
             table.add_column(no_wrap=True, min_width=shortest, ratio=ratio)
         cap = f" of {notes.cap}" if notes.cap else ""
         evals = f" + {notes.in_flight[1]} eval" if notes.in_flight[1] else ""
-        left = [_trend("reward", notes.reward)]
+        left = [_trend(f"reward {env}".strip(), rewards) for env, rewards in notes.reward.items()]
         left += [_trend(_held_out(env), rewards) for env, rewards in notes.held_out.items()]
         right: list[tuple[str, RenderableType]] = [
             ("in flight", Text(f"{notes.in_flight[0]}{evals}{cap}, {notes.queued} queued")),
@@ -284,7 +341,7 @@ class News:
             case EngineJoined():
                 return f"engine {event.info.id} joined with v{event.version}"
             case EngineLost():
-                return f"engine {event.engine} lost: {event.error}"
+                return f"engine {event.engine} {'leaves' if event.leaves else 'lost'}: {event.error}"
             case WeightsLoaded() if event.error is not None:
                 return f"engine {event.engine} did not load v{event.version}: {event.error}"
             case CheckpointSaved():
@@ -321,13 +378,22 @@ def row_text(row: Row, max_steps: int) -> str:
     share = get("goodput")
     return (
         f"step {row.step}/{max_steps}"
-        f"  reward {_number(get('train/all/reward'), 3)}"
+        f"{'' if row.trained else ' shipped, not trained'}"
+        f"  reward {_number(get('train/all/reward'), 3)}{_by_env(row)}"
         f"  length {_number(get('train/all/length'))}"
         f"  staleness {_number(get('staleness/mean'))}/{_number(get('staleness/max'))}"
         f"  tokens/s {_number(get('throughput/sampled'))}"
         f"  goodput {'–' if share is None else f'{share:.0%}'}"
         f"  step time {_number(get('time/step_s'))} s"
     )
+
+
+def _by_env(row: Row) -> str:
+    """The rewards of a mixed run, one an environment."""
+    ends = "/drawn_share"
+    envs = [name[len("train/") : -len(ends)] for name in row.values if name.endswith(ends)]
+    rewards = [f"{env} {_number(row.values.get(f'train/{env}/reward'), 3)}" for env in envs]
+    return f" ({', '.join(rewards)})" if len(rewards) > 1 else ""
 
 
 def spread(values: Sequence[_Value], count: int = 20) -> list[_Value]:
@@ -398,10 +464,36 @@ def _seconds(seconds: float) -> str:
     return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{rest:02}s"
 
 
-def one_line(text: str) -> str:
+def one_line(text: str, longest: int = _LINE) -> str:
     """Printable and short: errors quote foreign text, and no control character of it may reach a terminal."""
     clean = "".join(character if character.isprintable() else " " for character in text)
-    return clean if len(clean) <= 160 else f"{clean[:160]}…"
+    return clean if len(clean) <= longest else f"{clean[:longest]}…"
+
+
+class _Elapsed:
+    """Seconds that a view shows: from its own start on, and not from the run's opening, so that the start-up counts
+    and the clock never goes back; those of a resumed run's earlier lives are before that."""
+
+    def __init__(self, folds: RunFolds, clock: Callable[[], float]) -> None:
+        self._folds, self._clock = folds, clock
+        self._from = clock() - folds.elapsed
+        self._shift = 0.0
+        """Between the run's clock since its opening, and this one."""
+        self._stopped: float | None = None
+
+    def now(self) -> float:
+        return self._clock() - self._from if self._stopped is None else self._stopped
+
+    def at(self, at: float) -> float:
+        """A moment of the run's clock."""
+        return at - (self._folds.run.opened_at or 0.0) + self._shift
+
+    def opened(self, at: float) -> None:
+        self._stopped, self._shift = None, 0.0
+        self._shift = self.now() - self.at(at)
+
+    def stop(self) -> None:
+        self._stopped = self.now()
 
 
 def _hide_ctrl_c(console: Console) -> Callable[[], None]:

@@ -12,7 +12,7 @@ from paceline.domain.events import Event, LoadReported
 from paceline.domain.ids import EngineId
 from paceline.domain.load import EngineLoad
 from paceline.observe.rows import Row
-from paceline.observe.run import RunFolds
+from paceline.observe.run import RunFolds, trained_steps
 from paceline.observe.sinks.pump import SinkPump
 
 _log = logging.getLogger("paceline.observe")
@@ -26,6 +26,10 @@ class View(Protocol):
     def decided(self, at: float, event: Event, commands: Sequence[Command]) -> None: ...
 
     def row(self, row: Row) -> None: ...
+
+    def phase(self, text: str) -> None:
+        """What the run does before its first decision."""
+        ...
 
     def close(self) -> None: ...
 
@@ -106,5 +110,6 @@ class Monitor:
             values[f"engine/{engine}/kv_usage"] = load.kv_usage
         if self._pump is not None:
             values["monitor/dropped"] = sum(self._pump.dropped.values())
-        last = folds.training.steps[-1].step if folds.training.steps else 0
-        return Row(kind="now", at=at, segment=folds.training.segment, step=last, values=values)
+        return Row(
+            kind="now", at=at, segment=folds.training.segment, step=trained_steps(folds), values=values
+        )

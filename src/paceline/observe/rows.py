@@ -22,6 +22,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     env: str = ""
     """The environment of an eval; empty otherwise."""
     values: dict[str, float]
+    trained: bool = True
+    """False for a step whose batch was shipped and never acknowledged: the run ended, or died, before."""
 
     @property
     def key(self) -> tuple[str, int, str, int]:
@@ -33,4 +35,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         head: dict[str, Any] = {"kind": self.kind, "segment": self.segment, "step": self.step, "at": self.at}
         if self.env:
             head["env"] = self.env
+        if not self.trained:
+            head["trained"] = False
         return head | self.values

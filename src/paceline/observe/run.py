@@ -69,6 +69,11 @@ class RunFolds:
         self.read = self._folds.read
         """`read(decisions)`: take in a whole journal."""
 
+    @property
+    def elapsed(self) -> float:
+        """Seconds of the run's clock from its opening to the latest decision."""
+        return self._folds.now - self.run.opened_at if self.run.opened_at is not None else 0.0
+
 
 def summary(folds: RunFolds, *, wall_s: float | None = None) -> dict[str, Any]:
     """The run in one JSON object, for scripts.
@@ -89,7 +94,7 @@ def summary(folds: RunFolds, *, wall_s: float | None = None) -> dict[str, Any]:
         "status": run.status or "running",
         "reason": run.reason,
         "seed": run.seed,
-        "steps": last.step if last else 0,
+        "steps": trained_steps(folds),
         "heldout_start": _mean([ends["start"] for ends in heldout.values()]),
         "heldout_end": _mean([ends["end"] for ends in heldout.values()]),
         "heldout": heldout,
@@ -101,6 +106,11 @@ def summary(folds: RunFolds, *, wall_s: float | None = None) -> dict[str, Any]:
         "rollouts": sum(line.launched for line in lines),
         "staleness_max": max((row.values.get("staleness/max", 0) for row in steps), default=0),
     }
+
+
+def trained_steps(folds: RunFolds) -> int:
+    """The last step that the trainer has acknowledged; 0 before the first."""
+    return next((row.step for row in reversed(folds.training.steps) if row.trained), 0)
 
 
 def held_out(evals: list[Row]) -> dict[str, dict[str, float]]:

@@ -223,11 +223,11 @@ class Training(LifeWatcher, Fold):
     def _flush(self, at: float) -> None:
         """Rows of steps that the trainer has not acknowledged, and now will not."""
         for step, row in sorted(self._open.items()):
-            self._emit_step(at, step, row)
+            self._emit_step(at, step, row, trained=False)
         self._open = {}
 
-    def _emit_step(self, at: float, step: int, open_: _Open) -> None:
-        row = Row(kind="step", at=at, segment=self.segment, step=step, values=open_.values)
+    def _emit_step(self, at: float, step: int, open_: _Open, trained: bool = True) -> None:
+        row = Row(kind="step", at=at, segment=self.segment, step=step, values=open_.values, trained=trained)
         self.steps.append(row)
         self._emit(row)
 

@@ -132,6 +132,7 @@ class Driver:
             do.ParkRollout: self._park_rollout,
             do.ResumeRollout: _seen_by_folds,
             do.NoteCap: _seen_by_folds,
+            do.NoteDead: _seen_by_folds,
             do.ProcessGroup: self._process_group,
             do.UpdateWeights: self._update_weights,
             do.ReviveEngine: self._revive_engine,
@@ -192,8 +193,15 @@ class Driver:
             self._finish.set_exception(error)
 
     def when_failing(self, tell: Callable[[BaseException], None]) -> None:
-        """Call `tell` as soon as an error ends the run: work is still being stopped then."""
-        self._finish.add_done_callback(lambda _: tell(self._failure) if self._failure is not None else None)
+        """Call `tell` as soon as an error, or a cancellation, ends the run: work is still being stopped then."""
+
+        def ended(finish: asyncio.Future[do.FinishRun]) -> None:
+            if finish.cancelled():
+                tell(asyncio.CancelledError())
+            elif self._failure is not None:
+                tell(self._failure)
+
+        self._finish.add_done_callback(ended)
 
     async def _flush(self) -> None:
         try:
@@ -306,9 +314,11 @@ class Driver:
         try:
             await make()
         except asyncio.CancelledError as error:
-            if is_cancelled():
+            if is_cancelled() and self._finish.done():
                 raise
-            self._failed(name, error)  # an answer that never comes would be waited for until the end of time
+            # An answer that never comes would be waited for until the end of time: code of an environment may cancel
+            # whatever task it finds.
+            self._failed(name, error)
         except Exception as error:
             self._failed(name, error)
 

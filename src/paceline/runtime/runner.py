@@ -219,8 +219,6 @@ class _Run:
         try:
             task = Task(self._command.task, shared.source.get(self._command.task.index))
             result = await shared.environment.rollout(task, model, ctx)
-        except (KeyboardInterrupt, GeneratorExit):
-            raise
         except BaseException as error:
             self._raise_if_ended_from_outside(error)
             failure = error
@@ -250,8 +248,6 @@ class _Run:
         self._timer = self._loop.call_later(left, self._interrupt)
         try:
             result = await self._shared.environment.on_truncated(task, model, self._ctx, model.limit)
-        except (KeyboardInterrupt, GeneratorExit):
-            raise
         except BaseException as error:
             self._raise_if_ended_from_outside(error)
             if isinstance(error, asyncio.CancelledError):
@@ -267,6 +263,10 @@ class _Run:
 
     def _raise_if_ended_from_outside(self, error: BaseException) -> None:
         """Let a cancellation of the task by others than this module end it: the loop is shutting down."""
+        # A run hears signals in handlers of its own, so there an interrupt is what an environment raised; and one
+        # that left the task would leave the loop too, past everything that has to be stopped.
+        if isinstance(error, KeyboardInterrupt) and not self._runner.is_sole_canceller:
+            raise error
         while self._cancels and self._task.cancelling():
             self._task.uncancel()
             self._cancels -= 1

@@ -19,7 +19,7 @@ from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
-from paceline.errors import ConfigError, PacelineError, TrainerError
+from paceline.errors import ConfigError, PacelineError, TrainerError, printable
 from paceline.trainer.checkpoint import checkpoint_dir, load_checkpoint, save_checkpoint
 from paceline.trainer.loss import LossSettings
 from paceline.trainer.probe import probe_prompts, write_probe
@@ -159,6 +159,6 @@ def main(argv: list[str] | None = None) -> int:
     try:
         train(given.run, given.model, given.settings, start_version=given.start_version)
     except PacelineError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
         return 1
     return 0

@@ -61,7 +61,9 @@ def read_status(run_dir: Path | str) -> RunStatus | None:
     except FileNotFoundError:
         return None
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise WireError(f"{path} is no run status: {error}") from error
+        raise WireError(
+            f"{path} is no run status: {error}; resuming the run makes it again, from the journal"
+        ) from error
 
 
 def write_status(run_dir: Path | str, status: RunStatus) -> None:

@@ -11,9 +11,10 @@ import signal
 import sys
 import threading
 from dataclasses import fields
+from pathlib import Path
 
 from paceline.engines.embedded.options import TOKEN_VARIABLE, EngineOptions
-from paceline.errors import ConfigError, WireError
+from paceline.errors import ConfigError, WireError, printable
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -56,6 +57,7 @@ def main() -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """How the process ends; the engine's own options are in `EngineOptions`."""
+    parser.add_argument("--token-file", type=Path, help="file that holds the Bearer token, and nothing else")
     parser.add_argument("--exit-with-stdin", action="store_true", help="end when stdin is closed")
     stays = argparse.BooleanOptionalAction
     parser.add_argument(
@@ -72,14 +74,19 @@ def run(args: argparse.Namespace) -> int:
         exit_with_stdin()
     try:
         # Not as the option's default, which --help would print.
-        options = EngineOptions(**{**given, "token": given["token"] or os.environ.get(TOKEN_VARIABLE)})
+        token = given["token"] or os.environ.get(TOKEN_VARIABLE)
+        if args.token_file is not None:
+            token = args.token_file.read_text().strip()
+            if not token:
+                raise ConfigError(f"--token-file {args.token_file} is empty: it must hold the token")
+        options = EngineOptions(**{**given, "token": token})
         # Before torch is imported: with more threads, the barriers of shared cores cost more than the work.
         os.environ["OMP_NUM_THREADS"] = "1"
         from paceline.engines.embedded.server import serve
 
         asyncio.run(serve(options))
     except (ConfigError, WireError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2
     return 0
 

@@ -27,7 +27,9 @@ class EngineOptions:
     host: str = _option("127.0.0.1", "address to listen on; any but loopback needs a token")
     port: int = _option(0, "port to listen on; 0 takes a free one and reports it", type=int)
     token: str | None = _option(
-        None, f"Bearer token that requests must bring; better set in {TOKEN_VARIABLE}"
+        None,
+        "Bearer token that requests must bring; all users of the machine can read a command line, so rather set "
+        f"{TOKEN_VARIABLE}, or name a --token-file",
     )
     kv_tokens: int = _option(65536, "capacity of the KV cache, in tokens", type=int)
     block_size: int = _option(16, "tokens in a block, the unit of prefix sharing", type=int)

@@ -15,7 +15,7 @@ import yarl
 
 from paceline.engines.http.retry import Retry, is_transient, retry_after_s
 from paceline.engines.http.wire import error_text
-from paceline.errors import ConfigError, EngineError
+from paceline.errors import ConfigError, EngineError, EngineUnavailable, without_password
 
 _JSON = {"Content-Type": "application/json"}
 _LARGEST_REPLY = 256 * 2**20
@@ -23,7 +23,7 @@ _LARGEST_REPLY = 256 * 2**20
 
 
 class Limits(msgspec.Struct, frozen=True, gc=False):
-    """Seconds each kind of call may take, each try for itself; a generate call with all its tries."""
+    """Seconds each kind of call may take, each try for itself; a generate call, and an update of weights, with all."""
 
     request_s: float = 600.0
     admin_s: float = 20.0
@@ -57,10 +57,14 @@ class Link:
     """Calls to one server. `name` begins every error: it says which engine, and where."""
 
     def __init__(self, url: str, name: str, limits: Limits, retry: Retry, api_key: str | None = None) -> None:
-        self.url, self.name, self.limits, self.retry = url.rstrip("/"), name, limits, retry
+        self.url, self.name = url.rstrip("/"), without_password(name)
+        self.limits, self.retry = limits, retry
         if not self.url.startswith(("http://", "https://")):
-            raise ConfigError(f"engine address {url!r} must begin with http:// or https://")
-        self._base = yarl.URL(self.url)
+            raise ConfigError(f"engine address {without_password(url)!r} must begin with http:// or https://")
+        try:
+            self._base = yarl.URL(self.url)
+        except ValueError:  # whose text may repeat a password
+            raise ConfigError(f"engine address {without_password(url)!r} is no address") from None
         self._paths: dict[str, yarl.URL] = {}
         # No limit on connections here: what may be in flight is counted by the caller, before any deadline
         # starts, so that a full pool is never taken for a failing engine, and an abort never waits for a place.
@@ -110,10 +114,13 @@ class Link:
         *,
         within_s: float | None = None,
         repeatable: bool = True,
+        waits_again: bool = True,
     ) -> Answer:
         """A control call, tried again where that is safe; finite in all. Returns any answer below 500.
 
-        `repeatable` says that a second one does no harm when the first had arrived and its answer was lost.
+        `repeatable` says that a second one does no harm when the first had arrived and its answer was lost;
+        `waits_again`, that one that was not answered in time is worth another wait. EngineUnavailable when there was no
+        answer in time.
         EngineError names the engine, the route and the last cause.
         """
         limit_s = self.limits.admin_s if within_s is None else within_s
@@ -122,12 +129,13 @@ class Link:
         while True:
             failed += 1
             wait_s: float | None = None
+            kind: type[EngineError] = EngineError
             try:
                 async with asyncio.timeout(limit_s):
                     answer = await self.send(method, path, content)
             except TimeoutError:
-                cause = f"no answer within {limit_s:g} s"
-                wait_s = self.retry.wait_s(failed) if repeatable else None
+                cause, kind = f"no answer within {limit_s:g} s", EngineUnavailable
+                wait_s = self.retry.wait_s(failed) if repeatable and waits_again else None
             except LinkLost as lost:
                 cause = str(lost)
                 wait_s = self.retry.wait_s(failed) if repeatable or not lost.arrived else None
@@ -138,7 +146,7 @@ class Link:
                 if is_transient(answer.status, answer.body) and (repeatable or answer.status in (429, 503)):
                     wait_s = self.retry.wait_s(failed, answer.retry_after_s)
             if wait_s is None:
-                raise EngineError(f"{self.name}: {method} {path}: {cause} (try {failed})")
+                raise kind(f"{self.name}: {method} {path}: {cause} (try {failed})")
             await asyncio.sleep(wait_s)
 
     async def demand(self, method: str, path: str, body: Any = None, **kind: Any) -> Answer:
@@ -159,7 +167,7 @@ def _cause(error: BaseException) -> str:
     """Why, without what the engine's name says already: aiohttp repeats the address, and names TLS where there is none."""
     inner = getattr(error, "os_error", None)
     if not isinstance(inner, OSError) or isinstance(inner, ssl.SSLError):
-        return str(error) or type(error).__name__
+        return without_password(str(error)) or type(error).__name__
     if isinstance(inner, socket.gaierror) or not inner.errno:
         return inner.strerror or str(inner) or type(inner).__name__
     return os.strerror(inner.errno)

@@ -72,8 +72,9 @@ function ticks(low, high, wanted) {
   return found;
 }
 
-function showTip(event, head, rows) {
+function showTip(event, head, rows, text) {
   TIP.replaceChildren(el("div", { class: "head" }, head));
+  if (text) TIP.append(el("div", {}, text));
   for (const [name, value, tint] of rows) {
     const label = el("span", {}, name);
     if (tint) label.prepend(el("i", { class: "swatch", style: { background: tint } }));
@@ -90,7 +91,23 @@ function hideTip() {
   TIP.hidden = true;
 }
 
+// A word with its meaning, shown to whoever points at it or reaches it with the keyboard.
+function term(text) {
+  const meaning = DATA.terms[String(text).toLowerCase()];
+  if (!meaning) return text;
+  const node = el("span", { class: "term", tabindex: "0", "aria-description": meaning }, text);
+  const show = (event) => showTip(event.pageX === undefined ? place(node) : event, text, [], meaning);
+  for (const begins of ["mouseenter", "focus"]) node.addEventListener(begins, show);
+  for (const ends of ["mouseleave", "blur"]) node.addEventListener(ends, hideTip);
+  return node;
+}
+
+function place(node) {
+  const box = node.getBoundingClientRect();
+  return { pageX: box.left + scrollX, pageY: box.bottom + scrollY };
+}
+
 function card(span, title, unit, ...children) {
-  const head = title ? el("h3", {}, title, unit ? el("span", { class: "unit" }, unit) : null) : null;
+  const head = title ? el("h3", {}, term(title), unit ? el("span", { class: "unit" }, unit) : null) : null;
   return el("section", { class: "card " + span }, head, ...children);
 }

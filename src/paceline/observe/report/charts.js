@@ -25,7 +25,7 @@ function legend(series, spec) {
     const swatch = el("i", { class: "swatch" });
     swatch.style.background = `var(--${s.tint})`;
     const value = spec.kind === "stack" ? "" : fmt(known[known.length - 1], spec.percent);
-    return el("span", {}, swatch, s.name + " ", el("b", {}, value));
+    return el("span", {}, swatch, term(s.name), " ", el("b", {}, value));
   }));
 }
 

@@ -12,6 +12,7 @@ from paceline.domain.ids import RolloutId
 from paceline.domain.rollout import Rollout
 from paceline.observe.account import PLACES
 from paceline.observe.conversations import conversation
+from paceline.observe.report.terms import TERMS
 from paceline.observe.rows import Row
 from paceline.observe.run import RunFolds, summary
 from paceline.observe.spans import Lane, Spans
@@ -52,6 +53,7 @@ def report_data(folds: RunFolds, extras: Extras) -> dict[str, Any]:
         "series": series,
         "evals": _evals(folds.training.evals),
         "places": list(PLACES),
+        "terms": TERMS,
         "account": [
             msgspec.to_builtins(line)
             | {"missing_tokens": line.missing_tokens, "missing_rollouts": line.missing_rollouts}

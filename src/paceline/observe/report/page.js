@@ -17,7 +17,7 @@ function setTheme(name) {
 
 function tile(label, value, note, from) {
   const shown = el("div", { class: "value" }, from ? el("span", { class: "from" }, from + " → ") : null, value);
-  return el("div", { class: "card tile" }, el("div", { class: "label" }, label), shown, el("div", { class: "note" }, note));
+  return el("div", { class: "card tile" }, el("div", { class: "label" }, term(label)), shown, el("div", { class: "note" }, note));
 }
 
 function tiles() {
@@ -47,7 +47,7 @@ function tokensCard() {
     const bar = el("div", { class: "bar" });
     bar.style.width = (100 * totals[place]) / most + "%";
     bar.style.background = `var(--f-${place})`;
-    grid.append(el("span", {}, words(place)), el("div", { class: "track" }, bar), el("span", { class: "num" }, fmt(totals[place])), el("span", { class: "num muted" }, fmt(totals[place] / all, true)));
+    grid.append(el("span", {}, term(words(place))), el("div", { class: "track" }, bar), el("span", { class: "num" }, fmt(totals[place])), el("span", { class: "num muted" }, fmt(totals[place] / all, true)));
   }
   const sum = (name) => DATA.account.reduce((total, line) => total + line[name], 0);
   const sampled = sum("sampled"), computed = sum("prefill"), cached = sum("prefill_cached"), again = sum("prefill_recomputed");
@@ -57,7 +57,7 @@ function tokensCard() {
       const bar = el("div", { class: "bar" });
       bar.style.width = (100 * n) / Math.max(cached, computed) + "%";
       bar.style.background = `var(--${tint})`;
-      grid.append(el("span", {}, name), el("div", { class: "track" }, bar), el("span", { class: "num" }, fmt(n)), el("span", { class: "num muted" }, fmt(n / (computed + cached), true)));
+      grid.append(el("span", {}, term(name)), el("div", { class: "track" }, bar), el("span", { class: "num" }, fmt(n)), el("span", { class: "num muted" }, fmt(n / (computed + cached), true)));
     }
   }
   const missing = DATA.account.reduce((sum, line) => sum + Math.abs(line.missing_tokens) + Math.abs(line.missing_rollouts), 0);
@@ -114,7 +114,7 @@ function trainer() {
   const rank = (name) => { const at = FIRST.findIndex((word) => name.slice(8).startsWith(word)); return at < 0 ? FIRST.length : at; };
   const names = Object.keys(DATA.series).filter((name) => name.startsWith("trainer/")).sort((a, b) => rank(a) - rank(b));
   if (!names.length) return;
-  PAGE.append(el("h2", {}, "Trainer"), el("p", {}, "What the trainer measured in each step."),
+  PAGE.append(el("h2", {}, "Trainer"), el("p", {}, "What the trainer measured in each step. Point at a title for what it means."),
     el("div", { class: "grid" }, ...names.map((name) => chart("s3", { title: words(name.slice(8)), x: DATA.steps, height: 140, series: [{ name: "", tint: "blue", y: S(name), smooth: true }] }))));
 }
 
@@ -129,7 +129,7 @@ function timelineSection() {
 
 function accountSection() {
   const places = DATA.places.filter((place) => DATA.account.some((line) => line.tokens[place] || line.rollouts[place]));
-  const head = el("tr", {}, el("th", {}, "environment"), ...places.map((place) => el("th", {}, words(place))), el("th", {}, "sum"), el("th", {}, "sampled"), el("th", {}, "conserved"), el("th", {}, "prefill computed"), el("th", {}, "cached"), el("th", {}, "recomputed"));
+  const head = el("tr", {}, el("th", {}, "environment"), ...places.map((place) => el("th", {}, term(words(place)))), el("th", {}, "sum"), el("th", {}, term("sampled")), el("th", {}, term("conserved")), el("th", {}, term("prefill computed")), el("th", {}, term("cached")), el("th", {}, term("recomputed")));
   const body = DATA.account.map((line) => {
     const cell = (tokens, rollouts) => el("td", {}, tokens || rollouts ? count(tokens) : "·", el("small", {}, rollouts ? `${count(rollouts)} rollouts` : " "));
     const sum = (counts) => Object.values(counts).reduce((a, b) => a + b, 0);
@@ -147,7 +147,7 @@ function biasSection() {
   const known = DATA.bias.filter((entry) => entry.drawn);
   if (!known.length) return;
   const size = known.length > 2 ? "s4" : known.length > 1 ? "s6" : "s12";
-  PAGE.append(el("h2", {}, "Length bias"), el("p", {}, "Lengths trained on against lengths drawn. A ratio below 1 means that training sees shorter rollouts than the policy makes."),
+  PAGE.append(el("h2", {}, term("Length bias")), el("p", {}, "Lengths trained on against lengths drawn. A ratio below 1 means that training sees shorter rollouts than the policy makes."),
     el("div", { class: "grid" }, ...known.map((entry) => bars(size, {
       title: entry.env, unit: `trained ${fmt(entry.trained_mean)} tokens, drawn ${fmt(entry.drawn_mean)}: ratio ${fmt(entry.ratio)}`, percent: true,
       names: entry.buckets.map((bucket) => "≤ " + count(bucket.upto)), xname: "tokens", xlabel: "sampled tokens of a rollout",
