@@ -84,6 +84,18 @@ class Engine(Protocol):
     async def close(self) -> None: ...
 
 
+class PauseMarks(Protocol):
+    """Remembers, beyond the life of this process, which servers it has paused."""
+
+    def paused(self, url: str, version: Version) -> None:
+        """The server is about to be paused, to be given `version`."""
+        ...
+
+    def resumed(self, url: str) -> None:
+        """It works again."""
+        ...
+
+
 class WeightCheck(Protocol):
     """What is made sure of whenever an engine takes new weights."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -166,3 +168,47 @@ def test_an_engine_that_has_no_metrics_is_not_taken_for_silent() -> None:
     for _ in range(3 * SILENT_READINGS):
         world.post(on.LoadReported("e0", None))
     assert not world.trace.commands(do.ReviveEngine)
+
+
+def test_an_engine_that_is_taken_out_finishes_its_calls_and_is_not_got_back() -> None:
+    world = World(setup_for(batch=8, max_steps=3), Script(seconds=lambda *_: 2.0), cap=4, engines=2)
+    world.run(until=1.0)
+    calls = [r for r in world.running.values() if r.calling is not None and r.calling[0] == "e0"]
+    assert calls
+    world.post(on.EngineLost("e0", "somebody took it out", leaves=True))
+    state = world.core.fleet["e0"]
+    assert state.calls == len(calls), "they go on"
+    trace = world.run()
+    assert trace.finish is not None
+    assert trace.finish.status == "done"
+    assert not [r for r in trace.ended if r.outcome.ending == "failed"]
+    assert (state.calls, state.in_flight) == (0, 0)
+    assert not trace.commands(do.ReviveEngine)
+    assert {c.engine for at, c in trace.timed(do.StartRollout) if at > 1.0} == {"e1"}
+
+
+def test_an_engine_that_is_lost_and_then_taken_out_stays_out() -> None:
+    world = World(
+        setup_for(batch=8, max_steps=3),
+        Script(seconds=lambda *_: 2.0, revive_s=lambda _: inf),
+        cap=4,
+        engines=2,
+    )
+    world.run(until=1.0)
+    world.lose("e0")
+    world.post(on.EngineLost("e0", "somebody took it out", leaves=True))
+    assert world.core.fleet["e0"].out == "somebody took it out"
+    finish = world.run().finish
+    assert finish is not None
+    assert finish.status == "done"
+
+
+def test_an_engine_that_hangs_while_it_loads_is_taken_out_at_once_and_got_back() -> None:
+    world = World(setup_for(batch=4, max_steps=2), Script(seconds=lambda *_: 1.0), cap=4, engines=2)
+    world.run(until=0.5)
+    world.core.fleet.newest = 1
+    world.core.fleet["e0"].loading = 1
+    world.post(WeightsLoaded("e0", 1, 120.0, "v1 was not in within 120 s", is_outage=True))
+    assert world.core.fleet["e0"].out == "v1 was not in within 120 s"
+    assert [c.engine for c in world.trace.commands(do.ReviveEngine)] == ["e0"]
+    assert not world.trace.commands(do.UpdateWeights), "it is not asked to do the same again"

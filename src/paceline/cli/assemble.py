@@ -364,9 +364,9 @@ class Assembly:
             if child.name == "trainer":
                 driver.beside(child.name, child.wait_dead)
         driver.beside("journal", self._watch_disk)
-        for name, engine in engines.slots.items():
+        driver.beside("load polls", lambda: engines.follow_list(inbox.post, self._polling(inbox)))
+        for name in engines.slots:
             driver.beside(f"watch over {name}", partial(engines.watch, name, inbox.post))
-            driver.beside(f"load poll of {name}", self._poller(engine, inbox))
         opened = on.RunOpened(
             self.run_id, config.run.seed, None if self.resumption is None else self.resumption.step
         )
@@ -390,9 +390,9 @@ class Assembly:
         error = self._disk_error or OSError("the disk failed")
         raise OSError(error.errno, f"{error.strerror or error}: mend the disk and resume", error.filename)
 
-    def _poller(self, engine: Engine, inbox: Inbox) -> Callable[[], Any]:
+    def _polling(self, inbox: Inbox) -> Callable[[Engine], Any]:
         interval = self.config.metrics.load_interval_s
-        return lambda: poll_load(engine, inbox.post, interval_s=interval)
+        return lambda engine: poll_load(engine, inbox.post, interval_s=interval)
 
     def _processor(
         self, environments: Environments, offload: Threads, services: ConfiguredServices

@@ -1,5 +1,7 @@
 """The engines of a run: started or found, connected, and got back when they are gone.
 
+Servers may also be added and taken out while the run goes on (`follow_list`).
+
 embedded   a process each, ours: when it dies it is started again, on the model's own weights; the core then has it
            load the current ones before it is used
 vllm, sglang
@@ -9,15 +11,19 @@ vllm, sglang
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any, TypeAlias
 
+from paceline.cli.engine_list import FILE, follow, write_list
+from paceline.cli.paused import FileMarks
 from paceline.config import EmbeddedEngine, RunConfig, SglangEngine
-from paceline.domain.events import EngineJoined, EngineLost
+from paceline.domain.events import EngineJoined, EngineLost, Event
 from paceline.domain.ids import EngineId, Version
 from paceline.engines import sglang
 from paceline.engines.embedded.options import TOKEN_VARIABLE, EngineOptions
@@ -30,6 +36,11 @@ from paceline.runtime.weight_check import ProbeCheck
 from paceline.tokens.tokenizer import resolve_model_dir
 from paceline.transport.probes import read_probes
 
+log = logging.getLogger(__name__)
+
+Poll: TypeAlias = Coroutine[Any, Any, None]
+
+_DRAIN_POLL_S = 0.2
 MOST_RESTARTS = 5
 """Times one engine is started again: if it dies more often, something kills it that a new start does not mend."""
 
@@ -49,6 +60,11 @@ class RunEngines:
         self._processes: dict[EngineId, ChildProcess] = {}
         self._deaths: dict[EngineId, int] = {}
         self._back: dict[EngineId, asyncio.Event] = {}
+        self._marks = FileMarks(run_dir)
+        self._urls: dict[EngineId, str] = {}
+        """Of servers: where each is, or was."""
+        self._in_use: set[str] = set()
+        """Addresses in use or being reached."""
         self.slots: dict[EngineId, EngineSlot] = {}
 
     async def start(
@@ -64,15 +80,88 @@ class RunEngines:
         section = self._config.engine
         count = section.replicas if isinstance(section, EmbeddedEngine) else len(section.urls)
         numbers = range(count)
+        if not isinstance(section, EmbeddedEngine):
+            self._urls = {self._name(n): url.rstrip("/") for n, url in enumerate(section.urls)}
+            self._in_use = set(self._urls.values())
         is_ours = isinstance(section, EmbeddedEngine)
         with during(f"{'starting' if is_ours else 'reaching'} the engine{'s' * (count > 1)}"):
             engines = await asyncio.gather(*(self._open(n, version, weights) for n in numbers))
         for number, engine in zip(numbers, engines, strict=True):
             # A server that runs on from an earlier run holds that run's last weights, whatever their number.
-            if engine.version != version or (version and not is_ours):
+            left = not is_ours and self._marks.has(self._urls[engine.info.id])
+            if engine.version != version or (version and not is_ours) or left:
                 with during(f"loading v{version} into {engine.info.id}, and checking that it is in"):
                     await engine.update_weights(version, str(weights))
             self.slots[engine.info.id] = EngineSlot(engine, self._renewer(number))
+        if not isinstance(section, EmbeddedEngine):
+            write_list(self._run_dir, tuple(self._urls.values()))
+
+    async def follow_list(self, post: Callable[[Event], None], poll: Callable[[Engine], Poll]) -> None:
+        """Read the engines' loads by `poll`, for ever; add and take out servers as the run's list of engines says."""
+        async with asyncio.TaskGroup() as tasks:
+            polls = {name: tasks.create_task(poll(slot)) for name, slot in self.slots.items()}
+            if isinstance(self._config.engine, EmbeddedEngine):
+                return
+            draining: dict[EngineId, asyncio.Task[None]] = {}
+
+            async def add(name: EngineId, url: str) -> None:
+                if name in draining:
+                    await draining[name]  # it was taken out a moment ago: its calls end first
+                joined = await self._add(name, url)
+                if joined is not None:
+                    post(joined)
+                    polls[name] = tasks.create_task(poll(self.slots[name]))
+
+            def added(url: str) -> None:
+                known = next((name for name, at in self._urls.items() if at == url), None)
+                name = known or self._name(len(self._urls))
+                self._urls[name] = url
+                self._in_use.add(url)
+                tasks.create_task(add(name, url))
+
+            def removed(url: str) -> None:
+                name = next(name for name, at in self._urls.items() if at == url)
+                self._in_use.discard(url)
+                if name in self.slots:
+                    self.slots[name].leave()
+                    post(EngineLost(name, f"{url} was taken out of {FILE}", leaves=True))
+                    draining[name] = tasks.create_task(self._drain(name, polls.pop(name)))
+
+            await follow(self._run_dir, lambda: set(self._in_use), added, removed)
+
+    async def _add(self, name: EngineId, url: str) -> EngineJoined | None:
+        """Reach a server that was added, however long it takes; None when it was taken out again meanwhile."""
+        wait_s = 1.0
+        while url in self._in_use:
+            try:
+                engine = await self._open(self._number(name), 0, self._initial)
+                try:
+                    if engine.version or name in self.slots:
+                        # Whatever it holds is not of this run; the core then has it load the current weights.
+                        await engine.update_weights(0, str(self._initial))
+                except BaseException:
+                    await engine.close()
+                    raise
+            except EngineError as error:
+                log.warning("engine %s cannot be used yet, trying again in %.0f s: %s", name, wait_s, error)
+                await asyncio.sleep(wait_s)
+                wait_s = min(30.0, 2 * wait_s)
+                continue
+            if url not in self._in_use:
+                await engine.close()
+                return None
+            self.slots[name] = EngineSlot(engine, self._renewer(self._number(name)))
+            return EngineJoined(engine.info, 0)
+        return None
+
+    async def _drain(self, name: EngineId, poll: asyncio.Task[None]) -> None:
+        """Close the client of a server that was taken out, once the calls under way have ended."""
+        engine = self.slots[name].engine
+        while isinstance(engine, HttpEngine) and engine.is_busy:  # noqa: ASYNC110
+            await asyncio.sleep(_DRAIN_POLL_S)
+        poll.cancel()
+        await engine.close()
+        log.info("engine %s has been drained", name)
 
     def joined(self) -> list[EngineJoined]:
         """What the core is told at the start."""
@@ -111,16 +200,21 @@ class RunEngines:
     def _name(self, number: int) -> EngineId:
         return f"{self._config.engine.type}-{number}"
 
+    def _number(self, name: EngineId) -> int:
+        return int(name.rpartition("-")[2])
+
+    @property
+    def _initial(self) -> Path:
+        """Weights of v0. Not of the version the run began with: a resumed run keeps that for a while only."""
+        return resolve_model_dir(self._config.model.name)
+
     def _version_of(self, slot: EngineSlot) -> Version:
         engine = slot.engine
         return engine.version if isinstance(engine, HttpEngine) else 0
 
     def _renewer(self, number: int) -> Callable[[], asyncio.Future[tuple[Engine, Version]]]:
-        # Not on the version the run began with: a resumed run keeps that for a while only.
-        weights = resolve_model_dir(self._config.model.name)
-
         async def renew() -> tuple[Engine, Version]:
-            engine = await self._open(number, 0, weights)
+            engine = await self._open(number, 0, self._initial)
             return engine, engine.version
 
         return lambda: asyncio.ensure_future(renew())
@@ -131,11 +225,16 @@ class RunEngines:
             await self._close_process(number)
             child = await self._start_process(section, number, version, weights)
             return await self._connect(
-                number, child.ready["url"], section.max_num_seqs, Limits(), self._token
+                number,
+                child.ready["url"],
+                section.max_num_seqs,
+                Limits(load_weights_s=section.load_s),
+                self._token,
             )
         key = os.environ.get(section.api_key_env) if section.api_key_env else None
-        limits = Limits(request_s=section.request_s)
-        return await self._connect(number, section.urls[number], section.max_connections, limits, key)
+        limits = Limits(request_s=section.request_s, load_weights_s=section.load_s)
+        url = self._urls[self._name(number)]
+        return await self._connect(number, url, section.max_connections, limits, key)
 
     async def _connect(
         self, number: int, url: str, connections: int, limits: Limits, key: str | None
@@ -152,6 +251,7 @@ class RunEngines:
             start_s=section.start_s,
             interrupt=section.inflight == "interrupt",
             check=ProbeCheck(section.probe_tolerance, read_probes),
+            marks=None if isinstance(section, EmbeddedEngine) else self._marks,
         )
 
     async def _close_process(self, number: int) -> None:

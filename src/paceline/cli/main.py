@@ -21,11 +21,14 @@ from paceline.errors import ConfigError, PacelineError, printable
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("paceline.cli.run", "run everything one config describes: engines, environments, training"),
     "doctor": ("paceline.cli.doctor", "check what a run needs before it starts, with the remedy"),
+    "init": ("paceline.cli.init", "make a package with an environment of your own, which trains as it is"),
+    "env": ("paceline.cli.env", "check an environment: run it against a scripted model"),
     "capacity": ("paceline.cli.capacity", "how many rollouts fit: the KV arithmetic of a model and a GPU"),
     "simulate": ("paceline.cli.simulate", "scheduling policies on modelled engines, in virtual time"),
     "report": ("paceline.cli.report", "write the report of a finished or live run"),
     "export": ("paceline.cli.export", "write a run's spans for a trace viewer"),
     "config": ("paceline.cli.config", "show the resolved config, the reference of options, the JSON schema"),
+    "engines": ("paceline.cli.fleet", "which servers a run uses; add one or take one out while it goes on"),
     "engine": ("paceline.cli.engine", "one inference engine, as a process of its own"),
     "trainer": ("paceline.cli.trainer", "the reference trainer, as a process of its own"),
 }
@@ -38,6 +41,8 @@ _EXTRAS = {
     "prometheus_client": "prometheus",
     "wandb": "wandb",
     "tensorboardX": "tensorboard",
+    "ray": "ray",
+    "pyarrow": "parquet",
 }
 
 

@@ -62,6 +62,10 @@ def run(args: argparse.Namespace) -> int:
         findings = asyncio.run(diagnose(loaded))
         print(render(findings, color=sys.stdout.isatty()), flush=True)
         return 2 if any(finding.level == "error" for finding in findings) else 0
+    if args.resume is not None:
+        from paceline.cli.paused import resume_paused
+
+        asyncio.run(resume_paused(loaded.value, args.resume, _say))
     check(loaded)
     outcome = start(loaded, resume=args.resume, plain=args.plain, may_exit=True)
     if args.summary == "json":

@@ -63,7 +63,9 @@ class Turns:
     def engine_lost(self, event: on.EngineLost) -> None:
         engine = self._fleet[event.engine]
         if engine.out is None:
-            self.take_out(engine, event.error)
+            self.take_out(engine, event.error, revive=not event.leaves)
+        elif event.leaves:
+            engine.out = event.error
 
     def load_reported(self, event: on.LoadReported) -> None:
         engine = self._fleet[event.engine]
@@ -168,7 +170,9 @@ class Turns:
             self.release_gate(engine)
             self.house_the_homeless()
         elif engine.out is None:
-            if engine.attempts >= LOAD_ATTEMPTS:
+            if event.is_outage and event.error is not None:
+                self.take_out(engine, event.error)
+            elif engine.attempts >= LOAD_ATTEMPTS:
                 self.take_out(
                     engine, f"v{event.version} did not load {engine.attempts} times, last: {event.error}"
                 )
@@ -353,9 +357,10 @@ class Turns:
             engine.loading = fleet.newest
             self._out.say(do.UpdateWeights(engine.id, fleet.newest, fleet.path, why))
 
-    def take_out(self, engine: EngineState, why: str) -> None:
+    def take_out(self, engine: EngineState, why: str, *, revive: bool = True) -> None:
         """Use an engine no more, until it joins again; what waited for it goes elsewhere."""
-        self._out.say(do.ReviveEngine(engine.id, why))
+        if revive:
+            self._out.say(do.ReviveEngine(engine.id, why))
         for flight in self._fleet.taken_out(engine, why):
             if self._still_waits(flight):
                 self._ask_gate(flight)

@@ -38,6 +38,8 @@ class EngineLost(msgspec.Struct, frozen=True, gc=False, tag=True):
 
     engine: EngineId
     error: str
+    leaves: bool = False
+    """Somebody took it out of the run: its calls under way end by themselves, and it is not got back."""
 
 
 class LoadReported(msgspec.Struct, frozen=True, gc=False, tag=True):
@@ -61,6 +63,8 @@ class WeightsLoaded(msgspec.Struct, frozen=True, gc=False, tag=True):
     version: Version
     seconds: float
     error: str | None = None
+    is_outage: bool = False
+    """The engine did not answer in time: asking again would only wait as long again, so it is taken out."""
 
 
 class TurnRequested(msgspec.Struct, frozen=True, gc=False, tag=True):

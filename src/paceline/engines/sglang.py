@@ -40,7 +40,7 @@ from paceline.engines.http.retry import Retry
 from paceline.engines.http.weights import expect_version, resumed_after
 from paceline.engines.http.wire import Span, checked, error_text, excerpt, label_of, version_of, version_runs
 from paceline.errors import EngineError
-from paceline.ports import GenerateReply, GenerateRequest, SamplingParams, WeightCheck
+from paceline.ports import GenerateReply, GenerateRequest, PauseMarks, SamplingParams, WeightCheck
 
 ROUTE = "/generate"
 _REMEDIES = Remedies(
@@ -114,8 +114,8 @@ class SglangDialect:
     route = ROUTE
     no_abort = "SGLang 0.4 or later"
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, link: Link, marks: PauseMarks | None = None) -> None:
+        self._link, self._marks = link, marks
 
     def encode(self, request: GenerateRequest, wire_id: str) -> bytes:
         s = request.sampling
@@ -197,9 +197,9 @@ class SglangDialect:
 
     async def load_weights(self, version: Version, path: str) -> None:
         link = self._link
-        async with resumed_after(self._resume):
+        async with resumed_after(self._resume, self._marks, link.url, version):
             # Of requests in flight, those of a version without modes return as aborted and are continued.
-            await link.demand("POST", "/pause_generation", {"mode": "retract"})
+            await link.demand("POST", "/pause_generation", {"mode": "retract"}, waits_again=False)
             label = label_of(version)
             answer = await link.call(
                 "POST",
@@ -210,8 +210,8 @@ class SglangDialect:
             _succeeded(link, path, answer)
             expect_version(link, await read_version(link), version, path)
 
-    async def _resume(self) -> None:
-        await self._link.demand("POST", "/continue_generation", {})
+    async def _resume(self, went_well: bool) -> None:
+        await self._link.demand("POST", "/continue_generation", {}, waits_again=went_well)
 
 
 class _Said(msgspec.Struct, frozen=True, gc=False):
@@ -331,6 +331,7 @@ async def connect(
     start_s: float = 600.0,
     interrupt: bool = False,
     check: WeightCheck | None = None,
+    marks: PauseMarks | None = None,
 ) -> HttpEngine:
     """Wait until the server at `url` answers, look at what it can do, and return the engine.
 
@@ -348,7 +349,7 @@ async def connect(
         link,
         id,
         facts,
-        SglangDialect(link),
+        SglangDialect(link, marks),
         max_connections=max_connections,
         interrupt=interrupt,
         check=check,

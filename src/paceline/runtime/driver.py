@@ -25,7 +25,7 @@ from paceline.domain import events as on
 from paceline.domain.commands import Command
 from paceline.domain.events import Event
 from paceline.domain.ids import EngineId
-from paceline.errors import InvariantError, PacelineError
+from paceline.errors import EngineBusy, EngineUnavailable, InvariantError, PacelineError
 from paceline.ports import BatchSink, Engine, Journal, PolicySource
 from paceline.runtime.inbox import Gates, Inbox
 from paceline.runtime.offload import Offload, is_cancelled
@@ -265,12 +265,12 @@ class Driver:
     def _update_weights(self, command: do.UpdateWeights) -> None:
         async def update() -> on.WeightsLoaded:
             began = self.clock()
-            error = None
+            error, is_outage = None, False
             try:
                 await self._engines[command.engine].update_weights(command.version, command.path)
             except PacelineError as failure:
-                error = str(failure)
-            return on.WeightsLoaded(command.engine, command.version, self.clock() - began, error)
+                error, is_outage = str(failure), _hangs(failure)
+            return on.WeightsLoaded(command.engine, command.version, self.clock() - began, error, is_outage)
 
         # An engine may take minutes over it: the end of the run does not wait for weights that nobody will sample.
         self._set_beside(self._spawn("weight update", update))
@@ -360,6 +360,10 @@ class Driver:
             if published.version is not None:
                 self._trainer.published(published.version)
                 self._inbox.post(on.PolicyPublished(published.version, published.path))
+
+
+def _hangs(error: PacelineError) -> bool:
+    return isinstance(error, EngineUnavailable) and not isinstance(error, EngineBusy)
 
 
 def _seen_by_folds(command: Command) -> None:

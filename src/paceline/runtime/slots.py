@@ -33,6 +33,7 @@ class EngineSlot:
         self._renew = renew
         self._wait_s = 0.0
         self._back_at = float("-inf")
+        self._leaves = False
 
     @property
     def info(self) -> EngineInfo:
@@ -57,6 +58,8 @@ class EngineSlot:
             self._wait_s = 0.0
         while True:
             await asyncio.sleep(self._wait_s)
+            if self._leaves:
+                await asyncio.Event().wait()  # nobody wants it back any more; whoever asked is stopped with the run
             self._wait_s = min(_MOST_S, max(_FIRST_S, 2 * self._wait_s))
             try:
                 engine, version = await self._renew()
@@ -70,6 +73,10 @@ class EngineSlot:
             if old is not engine:
                 await old.close()
             return EngineJoined(engine.info, version)
+
+    def leave(self) -> None:
+        """It is not wanted back."""
+        self._leaves = True
 
     async def close(self) -> None:
         await self.engine.close()

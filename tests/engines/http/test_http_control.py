@@ -13,7 +13,7 @@ from test_http_generate import LIMITS, QUICK, engine_on, request, until
 from paceline.domain.load import EngineInfo, EngineLoad
 from paceline.engines.http import Limits, Link, Retry, connect, probe
 from paceline.engines.http.metrics import read_kv_tokens, read_load
-from paceline.errors import EngineError
+from paceline.errors import EngineError, EngineUnavailable
 
 UPDATE = [
     "/pause",
@@ -85,11 +85,24 @@ async def test_s57_an_engine_that_never_answers_pause_fails_in_finite_time_and_i
     async with FakeServer() as fake, engine_on(fake, limits=limits) as engine:
         fake.say("/pause", *[Say(until=asyncio.Event())] * 3)
         began = time.monotonic()
-        with pytest.raises(EngineError, match=rf"{fake.url}.*pause.*no answer within 0.1 s"):
+        with pytest.raises(EngineUnavailable, match=rf"{fake.url}.*pause.*no answer within 0.1 s"):
             await engine.update_weights(1, "/weights/v1")
         assert time.monotonic() - began < 3
-        assert fake.paths("/resume", "/update_weights") == ["/resume"]
+        assert fake.paths("/pause", "/resume", "/update_weights") == ["/pause", "/resume"], (
+            "it hangs: once is enough"
+        )
         assert engine.version == 0
+
+
+async def test_an_update_that_takes_too_long_is_given_up_as_a_whole_and_the_server_resumed() -> None:
+    limits = Limits(admin_s=5.0, load_weights_s=0.3)
+    async with FakeServer() as fake, engine_on(fake, limits=limits) as engine:
+        fake.say("/weight_info", *[Say(until=asyncio.Event())] * 3)  # loaded, but never says what it holds
+        began = time.monotonic()
+        with pytest.raises(EngineUnavailable, match=r"v1 was not in within 0.3 s \(engine.load_s\)"):
+            await engine.update_weights(1, "/weights/v1")
+        assert time.monotonic() - began < 5
+        assert (engine.version, fake.paused) == (0, False)
 
 
 @pytest.mark.parametrize("route", ["/start_weight_update", "/update_weights", "/finish_weight_update"])

@@ -20,7 +20,7 @@ from paceline.engines.http.probe import ServerFacts, probe
 from paceline.engines.http.retry import NOT_JSON, Retry, is_transient
 from paceline.engines.http.wire import decode, error_text
 from paceline.errors import EngineBusy, EngineError, EngineUnavailable
-from paceline.ports import GenerateReply, GenerateRequest, WeightCheck
+from paceline.ports import GenerateReply, GenerateRequest, PauseMarks, WeightCheck
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ async def connect(
     keep_kv: bool = False,
     interrupt: bool = False,
     check: WeightCheck | None = None,
+    marks: PauseMarks | None = None,
 ) -> HttpEngine:
     """Wait until the server at `url` answers, look at what it can do, and return the engine.
 
@@ -58,7 +59,7 @@ async def connect(
     except BaseException:
         await link.close()
         raise
-    dialect = VllmDialect(link, served_name, facts.route, keep_kv=keep_kv)
+    dialect = VllmDialect(link, served_name, facts.route, keep_kv=keep_kv, marks=marks)
     return HttpEngine(
         link, id, facts, dialect, max_connections=max_connections, interrupt=interrupt, check=check
     )
@@ -131,6 +132,11 @@ class HttpEngine:
         """Generate calls that have not returned, those that wait for a place not included."""
         return len(self._flights)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether calls are in flight, or weights are being loaded."""
+        return bool(self._flights) or self._loading.locked()
+
     async def generate(self, request: GenerateRequest) -> GenerateReply:
         async with self._places:
             if not self._takes_calls:
@@ -180,23 +186,33 @@ class HttpEngine:
 
     async def update_weights(self, version: Version, path: str) -> None:
         async with self._loading:
-            if self._check is not None:
-                await self._check.before(path)
+            limit_s = self._link.limits.load_weights_s
             try:
-                if self._interrupt:
-                    self._takes_calls = False
-                    await asyncio.gather(*(self.abort(request) for request in list(self._flights)))
-                await self._dialect.load_weights(version, path)
-            finally:
-                self._takes_calls = True
-            if self._check is not None:
-                # It works again by now: in-flight requests need not wait for the answer, new turns do.
-                await self._check.after(self, version, path)
+                async with asyncio.timeout(limit_s):
+                    await self._update(version, path)
+            except TimeoutError:
+                raise EngineUnavailable(
+                    f"{self._link.name}: v{version} was not in within {limit_s:g} s (engine.load_s)"
+                ) from None
             self._version = version
 
     async def close(self) -> None:
         """Closes every connection; the server aborts what was still in flight."""
         await self._link.close()
+
+    async def _update(self, version: Version, path: str) -> None:
+        if self._check is not None:
+            await self._check.before(path)
+        try:
+            if self._interrupt:
+                self._takes_calls = False
+                await asyncio.gather(*(self.abort(request) for request in list(self._flights)))
+            await self._dialect.load_weights(version, path)
+        finally:
+            self._takes_calls = True
+        if self._check is not None:
+            # It works again by now: in-flight requests need not wait for the answer, new turns do.
+            await self._check.after(self, version, path)
 
     # ---- one request
 

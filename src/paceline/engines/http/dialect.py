@@ -12,7 +12,7 @@ from paceline.engines.http import wire
 from paceline.engines.http.link import Link
 from paceline.engines.http.metrics import read_load
 from paceline.engines.http.weights import WeightLoader
-from paceline.ports import GenerateReply, GenerateRequest
+from paceline.ports import GenerateReply, GenerateRequest, PauseMarks
 
 
 class Dialect(Protocol):
@@ -54,9 +54,17 @@ class VllmDialect:
 
     no_abort = "VLLM_SERVER_DEV_MODE=1"
 
-    def __init__(self, link: Link, model: str, route: str, *, keep_kv: bool = False) -> None:
+    def __init__(
+        self,
+        link: Link,
+        model: str,
+        route: str,
+        *,
+        keep_kv: bool = False,
+        marks: PauseMarks | None = None,
+    ) -> None:
         self.route, self._model = route, model
-        self._loader = WeightLoader(link, keep_kv=keep_kv)
+        self._loader = WeightLoader(link, keep_kv=keep_kv, marks=marks)
 
     def encode(self, request: GenerateRequest, wire_id: str) -> bytes:
         return wire.encode(request, wire_id, self.route, self._model)

@@ -20,6 +20,7 @@ from paceline.domain.ids import Version
 from paceline.engines.http.link import Answer, Link
 from paceline.engines.http.wire import error_text, label_of, version_of
 from paceline.errors import EngineError
+from paceline.ports import PauseMarks
 
 log = logging.getLogger(__name__)
 
@@ -55,25 +56,33 @@ def expect_version(link: Link, held: Version | None, version: Version, path: str
 
 
 @asynccontextmanager
-async def resumed_after(resume: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
-    """Resume a paused server afterwards, whatever happens meanwhile; what went wrong goes on."""
+async def resumed_after(
+    resume: Callable[[bool], Awaitable[None]], marks: PauseMarks | None, url: str, version: Version
+) -> AsyncIterator[None]:
+    """Resume a paused server afterwards, whatever happens meanwhile; what went wrong goes on. `resume` is told whether
+    all went well: a server that has just failed is not waited for again and again. `marks` hears of both, so that the
+    next life of a run that is killed in between can do it."""
+    if marks is not None:
+        marks.paused(url, version)
     try:
         yield
     except BaseException:
         # Also when cancelled: a server left paused serves nobody, for ever.
         try:
-            await resume()
+            await resume(False)
         except EngineError as error:
             log.error("%s; it may still be paused", error)
         raise
-    await resume()
+    await resume(True)
+    if marks is not None:
+        marks.resumed(url)
 
 
 class WeightLoader:
     """Loads versions into one server; one load at a time is the caller's care."""
 
-    def __init__(self, link: Link, *, keep_kv: bool = False) -> None:
-        self._link, self._keep_kv = link, keep_kv
+    def __init__(self, link: Link, *, keep_kv: bool = False, marks: PauseMarks | None = None) -> None:
+        self._link, self._keep_kv, self._marks = link, keep_kv, marks
         self._route: LoadRoute | None = None
 
     async def load(self, version: Version, path: str) -> None:
@@ -83,16 +92,17 @@ class WeightLoader:
         but what it holds is not to be trusted.
         """
         link, clear = self._link, "false" if self._keep_kv else "true"
-        async with resumed_after(self._resume):
-            paused = await link.call("POST", f"/pause?mode=keep&clear_cache={clear}")
+        async with resumed_after(self._resume, self._marks, link.url, version):
+            # A server that lets this wait hangs: two more waits would say the same.
+            paused = await link.call("POST", f"/pause?mode=keep&clear_cache={clear}", waits_again=False)
             if paused.is_missing:
                 raise EngineError(f"{link.name}: cannot be paused, so cannot take new weights: {_DEV_MODE}")
             _succeeded(link, "/pause", paused)
             await self._load(version, path)
             expect_version(link, await read_version(link), version, path)
 
-    async def _resume(self) -> None:
-        await self._link.demand("POST", "/resume")
+    async def _resume(self, went_well: bool) -> None:
+        await self._link.demand("POST", "/resume", waits_again=went_well)
 
     async def _load(self, version: Version, path: str) -> None:
         if self._route is not LoadRoute.RELOAD:
