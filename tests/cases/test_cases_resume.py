@@ -42,8 +42,9 @@ def test_s52_after_a_kill_each_task_of_the_epoch_is_trained_exactly_once() -> No
     def order(trace: Any) -> list[int]:
         return list(dict.fromkeys(c.task.index for c in trace.launched))
 
-    redrawn = state["curriculum"]["envs"]["env"]["redraw"]
-    assert order(second)[: len(redrawn)] == [index for index, _ in redrawn]
+    redrawn = [group["task"][2] for group in (*state["groups"], *state["processing"])]
+    assert redrawn
+    assert order(second)[: len(redrawn)] == redrawn
     assert order(second)[len(redrawn) :] == order(whole)[state["curriculum"]["envs"]["env"]["drawn"] :]
 
 

@@ -37,7 +37,10 @@ def test_what_is_sampled_is_in_exactly_one_place_through_a_save_and_a_resumption
     resumed.restore(rows)
     resumed.check()
     after = resumed.of("train", "env")
-    assert after.launched == len(rollouts)
+    assert (after.launched, after.sampled) == (len(rollouts), stream.sampled)
+    assert (after.tokens, after.rollouts) == (stream.tokens, stream.rollouts)
+    resumed.give_up()
+    resumed.check()
     assert after.tokens.get("cancelled", 0) == stream.tokens.get("cancelled", 0) + under_way
 
 

@@ -101,7 +101,8 @@ def one_of_each() -> list[tuple[e.Event, tuple[c.Command, ...]]]:
         (e.LoadReported("e0", None), (c.ResumeRollout(ids[0], "11 of 12 run"),)),
         (e.TurnRequested(ids[0], 5, 7), (c.GrantTurn(ids[0], "e0", 0),)),
         (e.SegmentEnded(ids[0], "e0", ((0, 7),), "stop", 2, 0.5), ()),
-        *((e.RolloutEnded(r), ()) for r in members[:3]),
+        (e.RolloutEnded(members[0]), (c.NoteRetry(ids[0], "engine: at most 3 attempts"),)),
+        *((e.RolloutEnded(r), ()) for r in members[1:3]),
         (
             e.RolloutEnded(members[3]),
             (c.ProcessGroup(group, "closed"), c.CancelRollout(ids[1], "stale", "v9")),
@@ -125,5 +126,6 @@ def one_of_each() -> list[tuple[e.Event, tuple[c.Command, ...]]]:
                 c.SplitGroup(0, 1, (ids[2],), "it goes on later"),
             ),
         ),
+        (e.RunFailed("OSError: no space"), (c.FinishRun("failed", "OSError: no space"),)),
         (e.ShutdownRequested("Ctrl-C"), (c.FinishRun("stopped", "Ctrl-C"),)),
     ]

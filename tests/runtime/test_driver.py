@@ -288,8 +288,14 @@ class BrokenJournal(MemoryJournal):
 
 
 class FullDisk(MemoryJournal):
+    def __init__(self, *kinds: type) -> None:
+        super().__init__()
+        self._kinds = kinds
+
     async def flush(self) -> None:
-        raise OSError(28, "No space left on device")
+        """Fails once a command of these kinds has to be made durable."""
+        if any(isinstance(command, self._kinds) for _, _, commands in self.entries for command in commands):
+            raise OSError(28, "No space left on device")
 
 
 def at_two(step: int) -> BaseException | None:
@@ -303,7 +309,8 @@ def at_two(step: int) -> BaseException | None:
         ("policy watcher", {"trainer": lambda: ScriptedTrainer(publish_error=at_two)}),
         ("dashboard", {"during": broken}),
         ("RuntimeError: boom", {"journal": BrokenJournal()}),
-        ("saving of the checkpoint", {"journal": FullDisk()}),
+        ("saving of the checkpoint", {"journal": FullDisk(do.SaveCheckpoint)}),
+        ("batch shipper", {"journal": FullDisk(do.ShipBatch)}),
     ],
 )
 def test_s60_an_error_in_any_part_ends_the_run_and_names_it(

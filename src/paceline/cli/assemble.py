@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from paceline.cli.engines import RunEngines
+from paceline.cli.resume import Resumption
 from paceline.cli.services import ConfiguredServices, imported
 from paceline.cli.status import INTERRUPTED, StatusFile
 from paceline.cli.trainer import trainer_settings, versions_kept
@@ -90,15 +91,7 @@ class Stopped(PacelineError):
 class StoppedTwice(PacelineError):
     """Someone asked a second time for the run to end, or its work did not stop in time: now."""
 
-
-class Resumption(msgspec.Struct, frozen=True):
-    """Where a resumed run goes on."""
-
-    state: dict[str, Any]
-    step: int
-    """Batches cut at the core's checkpoint."""
-    trained: int
-    """Step of the trainer's checkpoint: at most `step`."""
+    is_stop = True
 
 
 class Earlier(msgspec.Struct, frozen=True):
@@ -318,9 +311,11 @@ class Assembly:
             scheduling_of(config),
         )
         if self.resumption is not None:
-            core.restore(self.resumption.state, self.resumption.trained, str(self._weights_now()))
+            resumption = self.resumption
+            core.restore(resumption.state, resumption.trained, str(self._weights_now()), resumption.rollouts)
             for warning in core.warnings:
                 say(f"warning: {warning}")
+        core.count_from(journal.next_seq)
         self._core = core
         inbox = Inbox()
         gates = Gates(inbox)
@@ -367,13 +362,22 @@ class Assembly:
         driver.beside("load polls", lambda: engines.follow_list(inbox.post, self._polling(inbox)))
         for name in engines.slots:
             driver.beside(f"watch over {name}", partial(engines.watch, name, inbox.post))
+        goes_on = self.resumption
         opened = on.RunOpened(
-            self.run_id, config.run.seed, None if self.resumption is None else self.resumption.step
+            self.run_id,
+            config.run.seed,
+            None if goes_on is None else goes_on.step,
+            recovered=goes_on is not None and goes_on.rollouts is not None,
         )
         driver.when_failing(self._failing)
         self._driver, self._inbox = driver, inbox
         with _calm_gc():
-            return await driver.run(opened, engines.joined())
+            return await driver.run(
+                opened,
+                engines.joined(),
+                ended=goes_on.ended if goes_on else (),
+                owed=goes_on.owed if goes_on else (),
+            )
 
     def _journal(self) -> FileJournal:
         loop = asyncio.get_running_loop()

@@ -18,7 +18,8 @@ from paceline.cli.options import add_config_argument, load_config
 from paceline.errors import ConfigError, PacelineError, printable
 
 if TYPE_CHECKING:
-    from paceline.cli.assemble import Earlier, Resumption
+    from paceline.cli.assemble import Earlier
+    from paceline.cli.resume import Resumption
     from paceline.config import RunConfig
     from paceline.config.load import Loaded
     from paceline.observe.run import RunFolds
@@ -101,14 +102,8 @@ def start(
     ConfigError when it cannot begin; whatever ends it after that is told, and in the outcome. `may_exit`: see
     `Assembly`.
     """
-    from paceline.cli.rundir import (
-        CONFIG_FILE,
-        RunLock,
-        existing_run_dir,
-        mend_status,
-        new_run_dir,
-        resumption,
-    )
+    from paceline.cli.resume import resumption
+    from paceline.cli.rundir import CONFIG_FILE, RunLock, existing_run_dir, mend_status, new_run_dir
     from paceline.config.dump import dump
     from paceline.tokens.tokenizer import resolve_model_dir
     from paceline.transport.status import open_run

@@ -7,28 +7,17 @@ import fcntl
 import os
 import re
 import secrets
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from paceline.cli.assemble import Resumption
-from paceline.config import ReferenceTrainer, RunConfig
+from paceline.config import RunConfig
 from paceline.domain.events import RunOpened
 from paceline.errors import ConfigError, WireError
 from paceline.journal import read_journal
 from paceline.journal.files import file_numbers
-from paceline.runtime.checkpoints import Checkpoints
-from paceline.transport.layout import (
-    STATUS,
-    VERSION_FILE,
-    WEIGHTS,
-    batch_dir,
-    steps_in,
-    versions_in,
-    weights_dir,
-)
+from paceline.transport.layout import STATUS
 from paceline.transport.status import RunStatus, read_status, write_status
 
 CONFIG_FILE = "config.toml"
@@ -173,61 +162,9 @@ def mend_status(run_dir: Path) -> list[str]:
     return [f"{STATUS} was {damage.removeprefix('is ')}: made again from the journal"]
 
 
-def resumption(run_dir: Path, config: RunConfig) -> tuple[str, Resumption | None, list[str]]:
-    """The run's id, where it goes on (None: from the beginning), and notes for people.
-
-    The core goes on from its newest checkpoint k; the trainer from its newest checkpoint t that is not beyond k, and
-    trains the batches t+1 to k again from disk. A trainer of the user's own has checkpoints of its own; there, t is
-    the newest version it has published. WireError when batches in between are gone.
-    """
-    status = read_status(run_dir)
-    if status is None:
-        raise ConfigError(f"{run_dir} is no run directory: it has no status.json")
-    core = Checkpoints(run_dir / "checkpoints" / "core", config.checkpoint.keep_last)
-    found = core.newest_usable()
-    if found is None:
-        _drop_trainer_after(run_dir, 0)
-        return status.run_id, None, ["the run has no checkpoint yet: it starts again at step 1"]
-    step, state, notes = found
-    trained = _trained(run_dir, config, step)
-    missing = [n for n in range(trained + 1, step + 1) if not batch_dir(run_dir, n).is_dir()]
-    if missing:
-        raise WireError(
-            f"{run_dir}: the trainer can go on from step {trained}, the orchestrator from step {step}, but batch "
-            f"{missing[0]} in between is no longer kept: remove checkpoints/core/step_{step:06d}.ckpt to go on from an "
-            "earlier one"
-        )
-    if trained and not weights_dir(run_dir, trained).is_dir():
-        raise WireError(
-            f"{run_dir}: weights/v{trained:06d} are gone, but the trainer's checkpoint is of that step"
-        )
-    core.drop_after(step)
-    _drop_trainer_after(run_dir, trained)
-    lost = max(steps_in(run_dir / "batches"), default=0) - step
-    if lost > 0:
-        notes.append(f"{lost} later batches, cut after the last checkpoint, are cut again")
-    return status.run_id, Resumption(state=state, step=step, trained=trained), notes
-
-
-def _trained(run_dir: Path, config: RunConfig, step: int) -> int:
-    if isinstance(config.trainer, ReferenceTrainer):
-        return max([t for t in trainer_steps(run_dir) if t <= step], default=0)
-    whole = [v for v in versions_in(run_dir / WEIGHTS) if (weights_dir(run_dir, v) / VERSION_FILE).is_file()]
-    return max([v for v in whole if v <= step], default=0)
-
-
 def trainer_steps(run_dir: Path) -> list[int]:
     """Steps that the reference trainer has a checkpoint of, ascending."""
     folder = run_dir / "checkpoints" / "trainer"
     if not folder.is_dir():
         return []
     return sorted(int(m[1]) for p in folder.iterdir() if (m := _TRAINER_CHECKPOINT.fullmatch(p.name)))
-
-
-def _drop_trainer_after(run_dir: Path, step: int) -> None:
-    """Else they, being the newest, would be kept instead of the ones that the resumed run makes."""
-    for later in trainer_steps(run_dir):
-        if later > step:
-            shutil.rmtree(run_dir / "checkpoints" / "trainer" / f"v{later:08d}")
-    for unfinished in (run_dir / "checkpoints" / "trainer").glob(".v*.tmp"):
-        shutil.rmtree(unfinished, ignore_errors=True)

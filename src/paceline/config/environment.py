@@ -11,7 +11,6 @@ from paceline.config.base import Section
 from paceline.config.model import SamplingOverride
 from paceline.config.workers import InlineWorkers, WorkersSection
 
-
 SAMPLERS = ("shuffled", "sequential", "difficulty", "band")
 """Samplers that come with Paceline."""
 

@@ -14,8 +14,8 @@ from paceline.config.engine import ChatSection, EmbeddedEngine, EngineSection
 from paceline.config.environment import EnvSection, EvalSection
 from paceline.config.filters import FiltersSection
 from paceline.config.metrics import MetricsSection
-from paceline.config.model import ModelSection, SamplingSection
 from paceline.config.mix import MixSection
+from paceline.config.model import ModelSection, SamplingSection
 from paceline.config.scheduling import OverlapScheduling, SchedulingSection
 from paceline.config.trainer import CheckpointSection, ReferenceTrainer, TrainerSection
 

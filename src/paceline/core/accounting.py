@@ -81,16 +81,19 @@ class Account:
         return dict(self._streams)
 
     def snapshot(self) -> list[Any]:
-        """State to resume from. What was under way is lost by a restart from a checkpoint: it counts as cancelled."""
-        rows = []
-        for (split, env), account in self._streams.items():
-            tokens, rollouts = dict(account.tokens), dict(account.rollouts)
-            for places in (tokens, rollouts):
+        """State to resume from."""
+        return [
+            [split, env, account.launched, account.sampled, dict(account.rollouts), dict(account.tokens)]
+            for (split, env), account in self._streams.items()
+        ]
+
+    def give_up(self) -> None:
+        """What was under way is lost: it counts as cancelled."""
+        for account in self._streams.values():
+            for places in (account.tokens, account.rollouts):
                 lost = places.pop("in_flight", 0) + places.pop("grouped", 0)
                 places["cancelled"] = places.get("cancelled", 0) + lost
                 places["in_flight"] = 0
-            rows.append([split, env, account.launched, account.sampled, rollouts, tokens])
-        return rows
 
     def restore(self, rows: list[Any]) -> None:
         for split, env, launched, sampled, rollouts, tokens in rows:

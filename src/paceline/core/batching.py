@@ -7,7 +7,7 @@ Post-filters ran before, so the batch size asked for is the batch size shipped. 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any, Literal, TypeAlias
 
@@ -282,15 +282,40 @@ def _stale(entry: Queued, action: StaleAction, tokens: int, step: int, bound: in
     )
 
 
-def _masked(entry: Queued, oldest: Version) -> Queued | None:
-    """The entry with tokens of versions before `oldest` not trainable; None when no trainable token is left."""
-    samples: list[Sample] = []
-    for sample in entry.samples:
+def masked(samples: Sequence[Sample], oldest: Version) -> tuple[Sample, ...]:
+    """The samples with tokens of versions before `oldest` not trainable, without those that then train nothing."""
+    kept: list[Sample] = []
+    for sample in samples:
         if sample.oldest_version >= oldest:
-            samples.append(sample)
+            kept.append(sample)
         elif any(version >= oldest for version, _ in sample.versions):
-            samples.append(_masked_sample(sample, oldest))
-    return _queued(entry.rollout, entry.env, tuple(samples)) if samples else None
+            kept.append(_masked_sample(sample, oldest))
+    return tuple(kept)
+
+
+def oldest_masked(samples: Sequence[Sample], tokens: int, before: Sequence[Version]) -> Version:
+    """The version from which on tokens were kept, when `tokens` of `samples` were masked. `before` are earlier masks.
+
+    InvariantError when no version does that.
+    """
+    oldest = max(before, default=0)
+    counts: Counter[Version] = Counter()
+    for sample in samples:
+        for version, count in sample.versions:
+            if version >= oldest:
+                counts[version] += count
+    total = 0
+    for version in sorted(counts):
+        total += counts[version]
+        if total == tokens:
+            return version + 1
+    raise InvariantError(f"{tokens} tokens were masked of {dict(counts)}: no version is that old")
+
+
+def _masked(entry: Queued, oldest: Version) -> Queued | None:
+    """The entry with its tokens before `oldest` not trainable; None when no trainable token is left."""
+    samples = masked(entry.samples, oldest)
+    return _queued(entry.rollout, entry.env, samples) if samples else None
 
 
 def _masked_sample(sample: Sample, oldest: Version) -> Sample:

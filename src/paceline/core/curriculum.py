@@ -100,19 +100,19 @@ class Curriculum:
             if sampler.redraw:
                 # Not a draw of the mix: an uninterrupted run would not have made it.
                 return sampler.draw()
+        number = self._draws
+        self._draws += 1  # also where there is no choice: then the draws of the environments add up to it
         if len(open_to) == 1:
             return open_to[0].draw()
-        total = sum(s.source.weight for s in open_to)
-        at = uniform(self._key, self._draws) * total
-        self._draws += 1
+        at = uniform(self._key, number) * sum(s.source.weight for s in open_to)
         for sampler in open_to:
             at -= sampler.source.weight
             if at < 0:
                 return sampler.draw()
         return open_to[-1].draw()
 
-    def snapshot(self, unfinished: Sequence[TaskRef]) -> dict[str, Any]:
-        """State to resume from; `unfinished` are drawn tasks whose groups the snapshot does not keep."""
+    def snapshot(self, unfinished: Sequence[TaskRef] = ()) -> dict[str, Any]:
+        """State to resume from; `unfinished` are drawn tasks that brought nothing and are drawn again."""
         pending: dict[EnvName, list[tuple[int, int]]] = {env: [] for env in self.samplers}
         for sampler in self.samplers.values():
             pending[sampler.source.env] += [(t.index, t.epoch) for t in sampler.redraw]
@@ -126,23 +126,27 @@ class Curriculum:
             },
         }
 
-    def restore(self, state: dict[str, Any]) -> list[str]:
-        """Take a snapshot's positions back; returns a warning for each that does not fit any more.
+    def restore(self, state: dict[str, Any], unfinished: Sequence[TaskRef] = ()) -> list[str]:
+        """Take a snapshot's positions back; returns a warning for each that does not fit any more. `unfinished` are
+        drawn again as well.
 
-        A source whose tasks changed, or that is new, starts at its beginning: its old position says nothing.
+        A source whose tasks changed, or that is new, starts at its beginning: its old position says nothing. A
+        fingerprint of None, where nobody noted it, is taken for the same.
         """
         self._draws = state["draws"]
         warnings = []
         for env, saved in state["envs"].items():
             sampler = self.samplers.get(env)
+            then = saved["fingerprint"]
             if sampler is None:
                 warnings.append(f"env {env!r} is gone: its position ({saved['drawn']} draws) is dropped")
-            elif sampler.source.fingerprint != saved["fingerprint"]:
+            elif then is not None and sampler.source.fingerprint != then:
                 warnings.append(
-                    f"env {env!r} has other tasks than at the checkpoint ({saved['fingerprint'] or 'none'} then, "
+                    f"env {env!r} has other tasks than at the checkpoint ({then or 'none'} then, "
                     f"{sampler.source.fingerprint or 'none'} now): it starts at its beginning"
                 )
             else:
                 sampler.drawn = saved["drawn"]
                 sampler.redraw.extend(TaskRef(env, "train", i, e) for i, e in saved["redraw"])
+                sampler.redraw.extend(task for task in unfinished if task.env == env)
         return warnings

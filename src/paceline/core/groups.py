@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from paceline.domain.commands import PutOff
 from paceline.domain.group import ClosedGroup
@@ -28,17 +28,20 @@ class OpenGroup:
         "put_off",
         "retries",
         "seed",
+        "since",
         "size",
         "step",
         "task",
         "tokens",
     )
 
-    def __init__(self, group: GroupId, task: TaskRef, size: int, seed: int) -> None:
+    def __init__(self, group: GroupId, task: TaskRef, size: int, seed: int, since: int = 0) -> None:
         self.id = group
         self.task = task
         self.size = size
         self.seed = seed
+        self.since = since
+        """Number of the journal record that opened it: none of its rollouts ended before."""
         self.engine: EngineId | None = None
         """Where its first member went; the others prefer it."""
         self.launched = 0
@@ -111,16 +114,32 @@ class GroupLedger:
             return self[self._moved.get((rollout.group, rollout.member), rollout.group)]
         return self[rollout.group]
 
+    def has(self, rollout: RolloutId) -> bool:
+        """Whether the group that a rollout is a member of now is open."""
+        return self._moved.get((rollout.group, rollout.member), rollout.group) in self._open
+
+    def moved(self) -> list[list[int]]:
+        """Members that left the group they were started for: group, member, and where they are now."""
+        return [[group, member, rest] for (group, member), rest in self._moved.items()]
+
+    def restore_moved(self, rows: Iterable[Sequence[int]]) -> None:
+        self._moved = {(group, member): rest for group, member, rest in rows}
+
     def groups(self) -> list[OpenGroup]:
         """Every open group, oldest first."""
         return list(self._open.values())
 
-    def open(self, group: GroupId, task: TaskRef, size: int, seed: int) -> OpenGroup:
-        """Begin to account for a group."""
+    def open(self, group: GroupId, task: TaskRef, size: int, seed: int, since: int = 0) -> OpenGroup:
+        """Begin to account for a group, opened by the journal's record `since`."""
         if group in self._open:
             raise InvariantError(f"group {group} is open already, for task {self._open[group].task}")
-        opened = self._open[group] = OpenGroup(group, task, size, seed)
+        opened = self._open[group] = OpenGroup(group, task, size, seed, since)
         return opened
+
+    def take(self, group: OpenGroup) -> OpenGroup:
+        """Go on with a group of an earlier life."""
+        self._open[group.id] = group
+        return group
 
     def settle(self, rollout: Rollout) -> ClosedGroup | None:
         """The last attempt of a member has ended; the closed group once nobody is owed."""
@@ -131,7 +150,7 @@ class GroupLedger:
     def split(self, group_id: GroupId, rest: GroupId, rollouts: Sequence[RolloutId]) -> ClosedGroup | None:
         """Members that run go on as the group `rest`; the group they leave, if that closed it."""
         group = self[group_id]
-        opened = self.open(rest, group.task, len(rollouts), group.seed)
+        opened = self.open(rest, group.task, len(rollouts), group.seed, group.since)
         opened.launched = len(rollouts)
         opened.engine, opened.step = group.engine, group.step
         for rollout in rollouts:

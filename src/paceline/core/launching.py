@@ -26,6 +26,12 @@ from paceline.domain.ids import EnvName, GroupId, RolloutId
 from paceline.domain.task import TaskRef
 from paceline.errors import InvariantError
 
+_OPENED = "a place was free, and its task came next"
+_GOES_ON = "an open group goes on first, on its engine"
+_ELSEWHERE = "an open group goes on first; its own engine has no room"
+_AGAIN = "its attempt before failed, and is tried again"
+"""Reasons are words that exist once: a start costs no text."""
+
 _MEMBERS = 1 << 16
 """More members than a group can have: keeps the noise counters of two groups apart."""
 
@@ -106,6 +112,13 @@ class Launcher:
         """Put a group in line whose member failed; call before the member is added to its retries."""
         if not group.owes_launches:
             self._launchable[group.task.env].appendleft(group)
+            self.owing += 1
+
+    def adopt(self, group: OpenGroup) -> None:
+        """Take a train group of an earlier life in line, oldest first."""
+        self.pacing.taken += group.places
+        if group.owes_launches:
+            self._launchable[group.task.env].append(group)
             self.owing += 1
 
     def withdraw(self, group: OpenGroup) -> None:
@@ -279,12 +292,18 @@ class Launcher:
 
     def _new_group(self, task: TaskRef, size: int) -> OpenGroup:
         number = self.new_number()
-        return self._groups.open(number, task, size, mix(self._group_key, number) >> 1)
+        return self._groups.open(number, task, size, mix(self._group_key, number) >> 1, self._out.seq)
 
     def _start(self, group: OpenGroup, engine: EngineState | None = None) -> None:
         engine = engine or self._fleet.place(group.engine)
         if engine is None:
             raise InvariantError(f"no engine has room for group {group.id}, but a permit was free")
+        if group.retries:
+            why = _AGAIN
+        elif group.launched:
+            why = _GOES_ON if engine.id == group.engine else _ELSEWHERE
+        else:
+            why = _OPENED
         if group.engine is None:
             group.engine = engine.id
         rollout = group.next_member()
@@ -299,5 +318,16 @@ class Launcher:
         noise = self.noise_of(rollout, group)
         put_off = 0 if group.put_off is None else group.put_off.number
         self._out.say(
-            do.StartRollout(rollout, task, group.seed, noise, engine.id, engine.held, put_off=put_off)
+            do.StartRollout(
+                rollout,
+                task,
+                group.seed,
+                noise,
+                engine.id,
+                engine.held,
+                why,
+                group_size=group.size,
+                group_needs=0 if group.needs == group.size else group.needs,
+                put_off=put_off,
+            )
         )

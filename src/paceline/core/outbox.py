@@ -10,18 +10,23 @@ from paceline.domain.commands import Command, WakeAt
 class Outbox:
     """Commands of the decision in hand, and the alarms that were asked for."""
 
-    __slots__ = ("_alarms", "commands", "now", "say")
+    __slots__ = ("_alarms", "commands", "now", "say", "seq")
 
     def __init__(self) -> None:
         self._alarms: list[float] = []
-        self.begin(0.0)
+        self.now = 0.0
+        self.seq = -1
+        """Number of the journal record that this decision will be: a shell records each decision, in order."""
+        self.commands: list[Command] = []
+        self.say = self.commands.append
+        """`say(command)`: add a command."""
 
     def begin(self, now: float) -> list[Command]:
         """A new event, at `now`; returns the list that its commands will be in."""
         self.now = now
-        self.commands: list[Command] = []
+        self.seq += 1
+        self.commands = []
         self.say = self.commands.append
-        """`say(command)`: add a command."""
         return self.commands
 
     @property

@@ -60,10 +60,8 @@ class Pacing:
         self._learn()
 
     def shipped(self, rollouts: int, tokens: int) -> None:
-        """A batch was cut: learn how many rollouts make one, when batches are cut by tokens."""
+        """A batch was cut: learn how many rollouts make one, for when batches are cut by tokens."""
         self.taken -= rollouts
-        if self._target_tokens is None or not tokens:
-            return
         # Half-life of one batch, so that a drift in length is followed.
         self._seen_rollouts = self._seen_rollouts / 2 + rollouts
         self._seen_tokens = self._seen_tokens / 2 + tokens

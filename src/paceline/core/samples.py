@@ -82,7 +82,7 @@ def build_samples(rollout: Rollout, *, seq_len: int, overlong: Literal["cut", "d
             built = []
         else:
             ending = "truncated"
-            whole, built = built, [_cut(sample, seq_len) for sample in built]
+            whole, built = built, [cut_sample(sample, seq_len) for sample in built]
             cut_tokens = sum([sample.cut_tokens for sample in built])
             if cut_tokens == generated:
                 first = min(int(np.argmax(sample.trainable)) for sample in whole)
@@ -134,7 +134,7 @@ def _flat(rollout: Rollout, turns: Sequence[Turn], first: int, stop: int) -> Sam
     )
 
 
-def _cut(sample: Sample, seq_len: int) -> Sample:
+def cut_sample(sample: Sample, seq_len: int) -> Sample:
     """The first `seq_len` tokens of a sample, or all of it; either way of a truncated rollout."""
     if sample.tokens <= seq_len:
         return msgspec.structs.replace(sample, ending="truncated")

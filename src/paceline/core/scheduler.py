@@ -38,12 +38,15 @@ from paceline.domain import events as on
 from paceline.domain.commands import Command
 from paceline.domain.events import Event
 from paceline.domain.group import ClosedGroup
-from paceline.domain.ids import EnvName, GroupId, RolloutId, Version
+from paceline.domain.ids import EnvName, GroupId, RolloutId, Version, parse_rollout_id
 from paceline.domain.rollout import CancelCause, Rollout
 from paceline.domain.task import TaskRef
 from paceline.errors import InvariantError, TrainerError
 
 _RETRIED = frozenset({"infrastructure", "engine"})
+
+FORMAT = 2
+"""Of snapshots. 1 had no groups under way and no place in the journal."""
 
 
 class Core:
@@ -134,6 +137,7 @@ class Core:
         left, InvariantError when an event contradicts what the core knows. Each ends the run.
         """
         if self._finished:
+            self._out.seq += 1
             return []  # a version or a reading that came late: there is nothing left to decide
         commands = self._out.begin(now)
         may_go_on = self._handlers[type(event)](event)
@@ -199,6 +203,9 @@ class Core:
     def _rollout_ended(self, event: on.RolloutEnded) -> bool:
         rollout = event.rollout
         flight = self.flights.remove(rollout.id)
+        if not flight.engine:
+            self._earlier_ended(flight, rollout)
+            return False
         if flight.calling:
             raise InvariantError(f"{rollout.id} ended while its call to {flight.engine!r} was still running")
         self.turns.ended(flight)
@@ -209,8 +216,8 @@ class Core:
             return True
         if self._may_retry(rollout):
             flight.account.move("in_flight", "failed", flight.sampled)
-            self.launcher.try_again(group)
-            group.retries.append(rollout)
+            limit = self._specs[rollout.task.env].max_attempts
+            self._try_again(group, rollout, f"{rollout.outcome.cause}: at most {limit} attempts")
             return True
         flight.account.move("in_flight", "grouped", flight.sampled)
         group.tokens[rollout.id] = flight.sampled
@@ -329,6 +336,22 @@ class Core:
             return False
         limit = self._specs[rollout.task.env].max_attempts
         return rollout.outcome.cause in _RETRIED and rollout.id.attempt + 1 < limit
+
+    def _try_again(self, group: OpenGroup, rollout: Rollout, why: str) -> None:
+        self.launcher.try_again(group)
+        group.retries.append(rollout)
+        self._out.say(do.NoteRetry(rollout.id, why))
+
+    def _earlier_ended(self, flight: Flight, rollout: Rollout) -> None:
+        """An attempt that the end of an earlier life cut off: not its environment's fault, so its member always gets
+        another. Evals are measured again as a whole."""
+        if rollout.task.split == "eval":
+            flight.account.move("in_flight", "eval", flight.sampled)
+            return
+        flight.account.move("in_flight", "failed", flight.sampled)
+        if self.groups.has(rollout.id):
+            why = "restart: it is not counted as an attempt"
+            self._try_again(self.groups.of(rollout.id), rollout, why)
 
     def _process(self, group: OpenGroup, closed: ClosedGroup | None) -> None:
         if closed is None:
@@ -545,45 +568,128 @@ class Core:
 
     # ── resuming ──
 
+    def count_from(self, seq: int) -> None:
+        """The next event handled is the journal's record `seq`."""
+        self._out.seq = seq - 1
+
     def snapshot(self) -> dict[str, Any]:
-        """State that `restore` takes back. Groups under way are not in it: their tasks are drawn again."""
-        under_way = [g for g in self.groups.groups() if g.task.split == "train"]
-        under_way += self._processing.values()
-        unfinished = [g.task for g in under_way if g.put_off is None] + self._cut_short
-        kept = [g.put_off for g in under_way if g.put_off is not None]
+        """State that `restore` takes back; msgpack-able. Rollouts are named, and are in the rollout store."""
         return {
+            "format": FORMAT,
+            "seq": self._out.seq + 1,
             "cut": self.cut,
             "next_group": self.launcher.next_group,
-            "curriculum": self.curriculum.snapshot(unfinished),
+            "curriculum": self.curriculum.snapshot(self._cut_short),
+            "groups": [_plain_group(g) for g in self.groups.groups() if g.task.split == "train"],
+            "processing": [_plain_group(g) for g in self._processing.values()],
+            "flights": [[str(f.id), _plain_task(f.task), f.sampled] for f in self.flights.all()],
+            "shipping": [],
             "list": self.list.snapshot(),
             "pacing": self.pacing.snapshot(),
             "plan": self.plan.snapshot(),
             "account": self.account.snapshot(),
             "admission": self._admission.snapshot(),
             "scheduling": self.scheduling.snapshot(),
-            "kept": [msgspec.to_builtins(each) for each in [*kept, *self.launcher.kept.values()]],
+            "kept": [msgspec.to_builtins(each) for each in self.launcher.kept.values()],
             "put_offs": self.launcher.put_offs,
+            "moved": self.groups.moved(),
         }
 
-    def restore(self, state: dict[str, Any], trained: int, path: str = "") -> None:
+    def restore(
+        self,
+        state: dict[str, Any],
+        trained: int,
+        path: str = "",
+        rollouts: Mapping[RolloutId, Rollout] | None = None,
+    ) -> None:
         """Go on from a snapshot; `trained` is the step the trainer goes on from, at most the snapshot's.
 
-        `path` is where that version's weights are, for engines that join without them. Call before the first event.
-        What did not fit is in `warnings`.
+        `path` is where that version's weights are, for engines that join without them. `rollouts` holds those that open
+        groups name. Without it these groups are dropped, and their tasks drawn again. Call before the first event;
+        what follows `RunOpened` must end every flight of the snapshot. What did not fit is in `warnings`.
         """
         self.cut = state["cut"]
         self._trained = self.fleet.newest = self.fleet.held = trained
         self.fleet.path = path
         self.launcher.next_group = state["next_group"]
-        self.warnings = self.curriculum.restore(state["curriculum"])
+        under_way = [*state.get("groups", ()), *state.get("processing", ())]
+        self.warnings = self.curriculum.restore(
+            state["curriculum"],
+            [TaskRef(*g["task"]) for g in under_way if rollouts is None and g["put_off"] is None],
+        )
         self.list.restore(state["list"])
         self.pacing.restore(state.get("pacing", {}))
         self.plan.restore(state["plan"])
         self.account.restore(state["account"])
         self._admission.restore(state.get("admission", {}))
+        self._unacknowledged = len(state.get("shipping", ()))
         self.scheduling.restore(state.get("scheduling", {}))
-        for each in state.get("kept", ()):
+        dropped = [g["put_off"] for g in under_way if rollouts is None and g["put_off"] is not None]
+        for each in [*state.get("kept", ()), *dropped]:
             kept = msgspec.convert(each, do.PutOff)
             self.launcher.kept[kept.number] = kept
         self.launcher.put_offs = state.get("put_offs", 0)
         self.pacing.taken = len(self.list)
+        if rollouts is None:
+            self.account.give_up()
+            return
+        self.groups.restore_moved(state.get("moved", ()))
+        for each in state["groups"]:
+            if each["task"][0] in self._specs:
+                self.launcher.adopt(self.groups.take(_group_of(each, rollouts)))
+            else:
+                self._drop(each)
+        for each in state["processing"]:
+            group = _group_of(each, rollouts)
+            self.pacing.taken += group.places
+            self._processing[group.id] = group
+        for name, task, sampled in state["flights"]:
+            ref = TaskRef(*task)
+            flight = Flight(parse_rollout_id(name), ref, "", 0.0, self.account.of(ref.split, ref.env))
+            flight.sampled = sampled
+            self.flights.add(flight)
+
+    def _drop(self, group: dict[str, Any]) -> None:
+        """An open group whose environment is not trained on any more."""
+        env = group["task"][0]
+        self.warnings.append(f"env {env!r} is gone: its open group {group['id']} is dropped")
+        for name in group["arrived"]:
+            self.account.of("train", env).move("grouped", "cancelled", group["tokens"][name])
+
+
+def _plain_task(task: TaskRef) -> list[Any]:
+    return [task.env, task.split, task.index, task.epoch]
+
+
+def _plain_group(group: OpenGroup) -> dict[str, Any]:
+    return {
+        "id": group.id,
+        "task": _plain_task(group.task),
+        "size": group.size,
+        "seed": group.seed,
+        "since": group.since,
+        "launched": group.launched,
+        "unlaunched": group.closed_unlaunched,
+        "retries": [str(r.id) for r in group.retries],
+        "arrived": [str(r.id) for r in group.arrived],
+        "tokens": {str(rollout): tokens for rollout, tokens in group.tokens.items()},
+        "needs": group.needs,
+        "places": group.places,
+        "left": group.left,
+        "step": group.step,
+        "put_off": None if group.put_off is None else msgspec.to_builtins(group.put_off),
+    }
+
+
+def _group_of(plain: dict[str, Any], rollouts: Mapping[RolloutId, Rollout]) -> OpenGroup:
+    group = OpenGroup(plain["id"], TaskRef(*plain["task"]), plain["size"], plain["seed"], plain["since"])
+    group.launched = plain["launched"]
+    group.closed_unlaunched = plain["unlaunched"]
+    group.retries.extend(rollouts[parse_rollout_id(name)] for name in plain["retries"])
+    group.arrived = [rollouts[parse_rollout_id(name)] for name in plain["arrived"]]
+    group.tokens = {parse_rollout_id(name): tokens for name, tokens in plain["tokens"].items()}
+    group.needs, group.places = plain["needs"], plain["places"]
+    group.left, group.step = plain["left"], plain["step"]
+    if plain["put_off"] is not None:
+        group.put_off = msgspec.convert(plain["put_off"], do.PutOff)
+    return group

@@ -30,6 +30,10 @@ class StartRollout(msgspec.Struct, frozen=True, gc=False, tag=True):
     version: Version
     """Policy version when it was started, for display and for `start together`; tokens carry their own."""
     reason: str = ""
+    group_size: int = 0
+    """Members of its group; 0 in journals that did not say."""
+    group_needs: int = 0
+    """Members that make its group whole, where they race; 0: all."""
     put_off: int = 0
     """Number of the `PutOff` that its group comes from; 0 for a task that was drawn."""
 
@@ -152,6 +156,14 @@ class ReportEval(msgspec.Struct, frozen=True, gc=False, tag=True):
     reason: str = ""
 
 
+class NoteRetry(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """The attempt that just ended is not its member's last: another waits for a permit. Not answered."""
+
+    rollout: RolloutId
+    """The attempt that ended."""
+    reason: str = ""
+
+
 class NoteStale(msgspec.Struct, frozen=True, gc=False, tag=True):
     """A rollout that waited for its batch became staler than the bound. Not answered."""
 
@@ -230,6 +242,7 @@ Command: TypeAlias = (
     | SaveCheckpoint
     | WakeAt
     | ReportEval
+    | NoteRetry
     | NoteStale
     | NoteDiscarded
     | PutOff

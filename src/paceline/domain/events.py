@@ -22,7 +22,10 @@ class RunOpened(msgspec.Struct, frozen=True, gc=False, tag=True):
     run_id: str
     seed: int
     resumed_from: int | None = None
-    """The step of the checkpoint this run goes on from; None for a fresh run."""
+    """The step this run goes on behind; None for a fresh run."""
+    recovered: bool = False
+    """All that was recorded before still stands: attempts that the earlier life left under way end by events that
+    follow. Else a resumed run knows what its checkpoint held, and nothing later."""
 
 
 class EngineJoined(msgspec.Struct, frozen=True, gc=False, tag=True):
@@ -141,6 +144,13 @@ class ShutdownRequested(msgspec.Struct, frozen=True, gc=False, tag=True):
     why: str
 
 
+class RunFailed(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """The last word of a run, or of a life of it, that an error ended. Not for the core: there is nothing left to
+    decide."""
+
+    error: str
+
+
 Event: TypeAlias = (
     RunOpened
     | EngineJoined
@@ -157,6 +167,7 @@ Event: TypeAlias = (
     | CheckpointSaved
     | TimerFired
     | ShutdownRequested
+    | RunFailed
 )
 
 Json: TypeAlias = dict[str, Any]
@@ -174,6 +185,7 @@ __all__ = [
     "LoadReported",
     "PolicyPublished",
     "RolloutEnded",
+    "RunFailed",
     "RunOpened",
     "SegmentEnded",
     "ShutdownRequested",

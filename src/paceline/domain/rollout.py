@@ -16,8 +16,11 @@ Ending: TypeAlias = Literal["completed", "truncated", "failed", "cancelled"]
 Limit: TypeAlias = Literal["turns", "tokens", "context", "deadline"]
 """Which budget ended a truncated rollout."""
 
-FailureCause: TypeAlias = Literal["infrastructure", "environment", "engine", "empty", "unscored", "data"]
-"""Why a rollout failed. `infrastructure` and `engine` may be retried; `data` is a record the sink refused."""
+FailureCause: TypeAlias = Literal[
+    "infrastructure", "environment", "engine", "empty", "unscored", "data", "restart"
+]
+"""Why a rollout failed. `infrastructure` and `engine` may be retried; `data` is a record the sink refused; `restart`:
+the orchestrator ended while it ran, and its member is tried again."""
 
 CancelCause: TypeAlias = Literal["stale", "overload", "surplus", "shutdown", "self", "discarded", "deferred"]
 """Why a rollout was cancelled. `self`: the environment raised the event loop's cancellation by itself. `discarded`: the

@@ -45,7 +45,7 @@ def next_seq(run_dir: Path, kind: FileKind, run_id: str) -> int:
                 )
             after = reader.header.follows
             while (frame := reader.next()) is not None:
-                after = frame.last_seq + 1
+                after = max(after, frame.last_seq + 1)
             return after
     return 0
 
@@ -56,14 +56,16 @@ def read_frames(
     *,
     follow: bool = False,
     stop: Callable[[], bool] | None = None,
+    since: int = 0,
     on_note: Callable[[str], None],
 ) -> Iterator[tuple[Path, Frame]]:
     """All frames of one kind in order; `follow` waits for more until `stop` says so. Notes tell what was cut.
 
-    WireError for damage that is no interrupted write, and for log files of which one is missing.
+    `since` leaves out those whose records are all before that number. WireError for damage that is no interrupted
+    write, and for log files of which one is missing.
     """
-    at = 0
-    following = 0
+    at = _last_before(run_dir, kind, since) - 1 if since else 0
+    following = 0 if at <= 0 else None
     while True:
         number = next((n for n in file_numbers(run_dir, kind) if n > at), None)
         if number is None:
@@ -83,12 +85,14 @@ def read_frames(
             at = number
             continue
         with reader:
+            if following is None:
+                following = reader.header.follows
             if kind == "log" and reader.header.follows > following:
                 raise WireError(
                     f"{path} follows record {reader.header.follows - 1}, but the files before it end with record "
                     f"{following - 1}: restore what is missing from a copy"
                 )
-            for frame in _frames(reader, partial(has_later, run_dir, kind, path), follow, stop):
+            for frame in _frames(reader, partial(has_later, run_dir, kind, path), follow, stop, since):
                 yield path, frame
                 following = max(following, frame.last_seq + 1)
             if reader.torn:
@@ -101,13 +105,29 @@ def has_later(run_dir: Path, kind: FileKind, path: Path) -> bool:
     return file_numbers(run_dir, kind)[-1] > int(path.stem)
 
 
+def _last_before(run_dir: Path, kind: FileKind, since: int) -> int:
+    """The number of the last file that begins at or before a record; 0 when there is none."""
+    for number in reversed(file_numbers(run_dir, kind)):
+        try:
+            with FrameReader(file_path(run_dir, kind, number)) as reader:
+                if reader.header.first_seq <= since:
+                    return number
+        except TornStart:
+            continue
+    return 0
+
+
 def _frames(
-    reader: FrameReader, is_over: Callable[[], bool], follow: bool, stop: Callable[[], bool] | None
+    reader: FrameReader,
+    is_over: Callable[[], bool],
+    follow: bool,
+    stop: Callable[[], bool] | None,
+    since: int,
 ) -> Iterator[Frame]:
     """The frames of one file; with `follow`, until a later file has been begun."""
     while True:
         over = is_over()  # asked first: what was written before the next file was begun must not be missed
-        while (frame := reader.next()) is not None:
+        while (frame := reader.next(since)) is not None:
             yield frame
         if over or not follow or (stop is not None and stop()):
             return

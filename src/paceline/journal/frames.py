@@ -30,9 +30,8 @@ SCHEMA = 1
 """Of everything in the files. Fields may be added to records without a new number; readers ignore those they do not
 know and fill in those they miss."""
 
-RECORDS, ROLLOUTS, SNAPSHOT = 1, 2, 3
-"""Kinds of frames. A reader skips kinds that it does not know. `SNAPSHOT` is reserved for the state after a record,
-from which recovery can fold on."""
+RECORDS, ROLLOUTS, SNAPSHOT, EXTRAS = 1, 2, 3, 4
+"""Kinds of frames. A reader skips kinds that it does not know. `SNAPSHOT` is reserved."""
 
 _START = struct.Struct("<8sHHII")
 _FRAME = struct.Struct("<4sB3xIQQI")
@@ -109,31 +108,33 @@ class FrameReader:
     def close(self) -> None:
         self._file.close()
 
-    def next(self) -> Frame | None:
-        """The next frame; None at the end of what is whole. WireError if a good frame follows a damaged one."""
+    def next(self, since: int = 0) -> Frame | None:
+        """The next frame that holds a record from `since` on; None at the end of what is whole. WireError if a good
+        frame follows a damaged one. What is passed over is not looked into."""
         size = os.fstat(self._file.fileno()).st_size
-        at = self.offset
         self.torn = None
-        if at == size:
-            return None
-        if at + FRAME_BYTES > size:
-            self.torn = f"{size - at} bytes of a frame at byte {at}"
-            return None
-        self._file.seek(at)
-        head = _head(self._file.read(FRAME_BYTES))
-        if head is None:
-            self._damaged(at, "no frame begins there")
-            return None
-        kind, length, first_seq, last_seq, crc = head
-        if at + FRAME_BYTES + length > size:
-            self.torn = f"{size - at} bytes of a frame of {FRAME_BYTES + length} at byte {at}"
-            return None
-        payload = self._file.read(length)
-        if zlib.crc32(payload) != crc:
-            self._damaged(at, f"its checksum is {zlib.crc32(payload):08x}, {crc:08x} was written")
-            return None
-        self.offset = at + FRAME_BYTES + length
-        return Frame(kind, first_seq, last_seq, payload, at)
+        while (at := self.offset) < size:
+            if at + FRAME_BYTES > size:
+                self.torn = f"{size - at} bytes of a frame at byte {at}"
+                return None
+            self._file.seek(at)
+            head = _head(self._file.read(FRAME_BYTES))
+            if head is None:
+                self._damaged(at, "no frame begins there")
+                return None
+            kind, length, first_seq, last_seq, crc = head
+            if at + FRAME_BYTES + length > size:
+                self.torn = f"{size - at} bytes of a frame of {FRAME_BYTES + length} at byte {at}"
+                return None
+            if last_seq >= since:
+                payload = self._file.read(length)
+                if zlib.crc32(payload) != crc:
+                    self._damaged(at, f"its checksum is {zlib.crc32(payload):08x}, {crc:08x} was written")
+                    return None
+                self.offset = at + FRAME_BYTES + length
+                return Frame(kind, first_seq, last_seq, payload, at)
+            self.offset = at + FRAME_BYTES + length
+        return None
 
     def _start(self) -> tuple[FileHeader, int]:
         start = self._file.read(_START.size)

@@ -394,7 +394,7 @@ class Restorer:
                     r.group, verdicts, r.reward_mean, r.reward_variance, r.dead, r.references
                 )
                 return e.GroupProcessed(result, line.seconds, line.error)
-            case e.RunOpened():
+            case e.RunOpened(recovered=False):
                 self._ended.clear()
                 self._moved.clear()
         event: e.Event = line

@@ -12,7 +12,7 @@ level 3 takes longer and gains nothing.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -23,6 +23,7 @@ from paceline.domain.commands import Command
 from paceline.domain.events import Event
 from paceline.domain.ids import RolloutId
 from paceline.domain.rollout import Message, Rollout
+from paceline.domain.sample import Sample
 from paceline.errors import WireError
 from paceline.journal.lines import Line, RolloutLine, line_of, rollout_line, rollout_of, turn_of
 
@@ -48,6 +49,25 @@ class _Store(msgspec.Struct, frozen=True, gc=False, array_like=True):
     sizes: tuple[int, int, int]
     """Bytes of the three parts, unpacked."""
     block: bytes
+
+
+class _PlainArray(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    dtype: Literal["<f4", "<i4", "|u1"]
+    shape: tuple[int, ...]
+    data: bytes
+
+    def array(self) -> NDArray[Any]:
+        """Read-only, since the bytes are."""
+        return np.frombuffer(self.data, np.dtype(self.dtype)).reshape(self.shape)
+
+
+Extra: TypeAlias = tuple[NDArray[Any] | None, dict[str, NDArray[Any]]]
+"""Advantages by token, if there is one a token, and streams by name."""
+
+
+def _array(array: NDArray[Any]) -> tuple[str, tuple[int, ...], bytes]:
+    plain = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    return plain.dtype.str, plain.shape, plain.tobytes()
 
 
 def _plain(value: Any) -> Any:
@@ -113,6 +133,19 @@ class Packer:
         block = self._zstd.compress(whole.data)
         return self._msgpack.encode(_Store(tuple([r.id for r in rollouts]), sizes, block))
 
+    def extras(self, samples: Sequence[tuple[int, Sample]]) -> bytes:
+        """What of these samples (with their number in their rollout) neither the log nor the rollout tells."""
+        rows = [
+            (
+                sample.rollout,
+                number,
+                _array(sample.advantage) if isinstance(sample.advantage, np.ndarray) else None,
+                {name: _array(stream) for name, stream in sample.streams.items()},
+            )
+            for number, sample in samples
+        ]
+        return self._zstd.compress(self._msgpack.encode(rows))
+
     def _put_planes(self, arrays: list[NDArray[Any]], dtype: Any, out: NDArray[np.uint8]) -> None:
         if len(out):
             numbers = self._numbers.bytes_of(len(out)).view(dtype)
@@ -164,6 +197,9 @@ class Unpacker:
         self._lines = msgspec.msgpack.Decoder(list[Line])
         self._store = msgspec.msgpack.Decoder(_Store)
         self._meta = msgspec.msgpack.Decoder(list[StoredRollout])
+        self._extras = msgspec.msgpack.Decoder(
+            list[tuple[RolloutId, int, _PlainArray | None, dict[str, _PlainArray]]]
+        )
 
     def records(self, payload: bytes, where: str) -> Iterator[Line]:
         try:
@@ -213,6 +249,14 @@ class Unpacker:
             if wanted is None or one.line.id in wanted:
                 messages = tuple([_message(m) for m in one.messages])
                 yield rollout_of(one.line, turns, messages=messages, info=one.info or {})
+
+    def extras(self, payload: bytes, where: str) -> Iterator[tuple[RolloutId, int, Extra]]:
+        try:
+            for rollout, number, advantage, streams in self._extras.decode(self._unpacked(payload)):
+                per_token = None if advantage is None else advantage.array()
+                yield rollout, number, (per_token, {name: s.array() for name, s in streams.items()})
+        except _UNREADABLE as error:
+            raise WireError(f"{where} holds no advantages that this Paceline can read: {error}") from error
 
     def _unpacked(self, block: bytes) -> bytes:
         size = zstandard.frame_content_size(block)

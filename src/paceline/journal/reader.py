@@ -13,9 +13,9 @@ from paceline.domain.ids import RolloutId
 from paceline.domain.rollout import Rollout
 from paceline.errors import WireError
 from paceline.journal.files import FOLDERS, file_numbers, has_later, read_frames
-from paceline.journal.frames import RECORDS, ROLLOUTS
+from paceline.journal.frames import EXTRAS, RECORDS, ROLLOUTS
 from paceline.journal.lines import Restorer
-from paceline.journal.packing import Unpacker
+from paceline.journal.packing import Extra, Unpacker
 
 _log = logging.getLogger("paceline.journal")
 
@@ -35,20 +35,22 @@ def read_journal(
     *,
     follow: bool = False,
     stop: Callable[[], bool] | None = None,
+    since: int = 0,
     on_note: Callable[[str], None] = _log.warning,
 ) -> Iterator[Record]:
     """Yield the records of a run in order.
 
     Token arrays, messages and `info` are left out (see `lines`): arrays have their length and hold zeros. `follow`
-    waits for more until a record ends the run or `stop` says so. `on_note` is told of an unfinished end that was
-    cut. WireError names file and byte of damage that is no interrupted write.
+    waits for more until a record ends the run or `stop` says so. `since` begins with that record; a `ProcessGroup` then
+    lacks rollouts that ended before. `on_note` is told of an unfinished end that was cut. WireError names file and byte
+    of damage that is no interrupted write.
     """
     root = Path(run_dir)
     if not follow:
         _require(root)
     unpacker, restorer = Unpacker(), Restorer()
-    expected = 0
-    for path, frame in read_frames(root, "log", follow=follow, stop=stop, on_note=on_note):
+    expected = since
+    for path, frame in read_frames(root, "log", follow=follow, stop=stop, since=since, on_note=on_note):
         if frame.kind != RECORDS:
             continue
         for line in unpacker.records(frame.payload, f"{path} at byte {frame.offset}"):
@@ -68,23 +70,39 @@ def read_rollouts(
     run_dir: Path | str,
     ids: Collection[RolloutId] | None = None,
     *,
+    since: int = 0,
     on_note: Callable[[str], None] = _log.warning,
 ) -> Iterator[Rollout]:
     """Yield rollouts as they were recorded, with tokens, messages and `info`, in the order in which they ended.
 
-    `ids` picks some; blocks without any of them are not unpacked. One that ran again after a resume comes again, and
-    the later counts. Rollouts of the last moment before a crash may be here and not in the log.
+    `ids` picks some; blocks without any of them are not unpacked. `since` leaves out those that ended before that
+    record. One that ran again after a resume comes again, and the later counts. Rollouts of the last moment before a
+    crash may be here and not in the log. What retention has dropped does not come.
     """
     root = Path(run_dir)
     _require(root)
     wanted = None if ids is None else frozenset(ids)
     unpacker = Unpacker()
     expected = 0
-    for path, frame in read_frames(root, "rollouts", on_note=on_note):
+    for path, frame in read_frames(root, "rollouts", since=since, on_note=on_note):
         if frame.kind != ROLLOUTS or frame.first_seq < expected:
             continue  # the same again, after the disk had failed
         expected = frame.last_seq + 1
         yield from unpacker.rollouts(frame.payload, f"{path} at byte {frame.offset}", wanted)
+
+
+def read_extras(
+    run_dir: Path | str, *, since: int = 0, on_note: Callable[[str], None] = _log.warning
+) -> dict[RolloutId, dict[int, Extra]]:
+    """Advantages that differ from token to token, and streams, of samples that were queued: by rollout, then by number
+    of the sample. Most runs have none."""
+    unpacker = Unpacker()
+    found: dict[RolloutId, dict[int, Extra]] = {}
+    for path, frame in read_frames(Path(run_dir), "rollouts", since=since, on_note=on_note):
+        if frame.kind == EXTRAS:
+            for rollout, number, extra in unpacker.extras(frame.payload, f"{path} at byte {frame.offset}"):
+                found.setdefault(rollout, {})[number] = extra
+    return found
 
 
 def _require(root: Path) -> None:

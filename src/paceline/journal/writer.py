@@ -27,12 +27,15 @@ from threading import Event as Signal
 from threading import Thread
 from typing import BinaryIO, TypeAlias
 
+import numpy as np
+
 from paceline.domain.commands import Command
-from paceline.domain.events import Event, RolloutEnded
+from paceline.domain.events import Event, GroupProcessed, RolloutEnded
 from paceline.domain.rollout import Rollout
+from paceline.domain.sample import Sample
 from paceline.errors import WireError
 from paceline.journal.files import FOLDERS, file_numbers, file_path, next_seq
-from paceline.journal.frames import RECORDS, ROLLOUTS, FileHeader, FileKind, file_start, frame
+from paceline.journal.frames import EXTRAS, RECORDS, ROLLOUTS, FileHeader, FileKind, file_start, frame
 from paceline.journal.packing import Packer
 
 FSYNC_S = 0.2
@@ -192,6 +195,8 @@ class FileJournal:
     def _commit(self, records: list[Appended]) -> None:
         for first, last, rollouts in _blocks(records):
             self._store.write(ROLLOUTS, first, last, self._packer.rollouts(rollouts))
+        if extras := _extras(records):
+            self._store.write(EXTRAS, records[0][0], records[-1][0], self._packer.extras(extras))
         self._store.flush()
         self._log.write(RECORDS, records[0][0], records[-1][0], self._packer.records(records))
         self._log.flush()
@@ -232,6 +237,18 @@ def _blocks(records: list[Appended]) -> Iterator[tuple[int, int, list[Rollout]]]
             rollouts = []
     if rollouts:
         yield first, last, rollouts
+
+
+def _extras(records: list[Appended]) -> list[tuple[int, Sample]]:
+    """Samples of these records that are more than tokens of their rollout and one advantage, with their numbers."""
+    return [
+        (number, sample)
+        for _, _, event, _ in records
+        if type(event) is GroupProcessed
+        for verdict in event.result.verdicts
+        for number, sample in enumerate(verdict.samples)
+        if sample.streams or isinstance(sample.advantage, np.ndarray)
+    ]
 
 
 class _Files:

@@ -302,8 +302,11 @@ class Lives(Fold):
     def _opened(self, at: float, event: RunOpened) -> None:
         """Maybe a resumption: what ran died with its process, and of the queue only what the checkpoint held is left.
 
-        A run that died before its first checkpoint begins anew and says so, but its journal goes on.
+        A run that died before its first checkpoint begins anew and says so, but its journal goes on. One that was
+        recovered from its journal has lost nothing but what was under way, and says so of each.
         """
+        if event.recovered:
+            return
         step = event.resumed_from
         self._close(at, keep=frozenset() if step is None else self._queued_at.get(step, frozenset()))
 

@@ -146,6 +146,8 @@ class Spans(Fold):
     def _run_opened(self, at: float, event: RunOpened) -> None:
         if event.resumed_from is None:
             self.opened_at = at
+        if event.recovered:
+            return
         for lane in list(self._open.values()):  # they died with the process before
             self._close(lane, self.now, "cancelled", "shutdown")
 

@@ -98,6 +98,10 @@ class Training(LifeWatcher, Fold):
     # ── the rows ──
 
     def _opened(self, at: float, event: RunOpened) -> None:
+        if event.recovered:  # nothing is lost: what waits for the trainer still does
+            self.segment += 1
+            self._cut_at = at
+            return
         self._flush(at)
         if event.resumed_from is not None or self._cut_at is not None:  # not the first to open it
             self.segment += 1

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import copy_context
 from functools import partial
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from paceline.core.packing import pack
 from paceline.core.scheduler import Core
@@ -25,7 +25,8 @@ from paceline.domain import events as on
 from paceline.domain.commands import Command
 from paceline.domain.events import Event
 from paceline.domain.ids import EngineId
-from paceline.errors import EngineBusy, EngineUnavailable, InvariantError, PacelineError
+from paceline.domain.rollout import Rollout
+from paceline.errors import EngineBusy, EngineUnavailable, InvariantError, PacelineError, said_by
 from paceline.ports import BatchSink, Engine, Journal, PolicySource
 from paceline.runtime.inbox import Gates, Inbox
 from paceline.runtime.offload import Offload, is_cancelled
@@ -140,6 +141,7 @@ class Driver:
             do.SaveCheckpoint: self._save_checkpoint,
             do.WakeAt: self._set_alarm,
             do.ReportEval: _seen_by_folds,
+            do.NoteRetry: _seen_by_folds,
             do.NoteStale: _seen_by_folds,
             do.NoteDiscarded: _seen_by_folds,
             do.PutOff: _seen_by_folds,
@@ -154,8 +156,19 @@ class Driver:
         """Run something for as long as the run lasts; if it fails, the run fails and names it."""
         self._background.append((name, coroutine))
 
-    async def run(self, opened: on.RunOpened, joined: Sequence[on.EngineJoined]) -> do.FinishRun:
-        """Run to the end. Raises what ended the run when that was an error, the first of several."""
+    async def run(
+        self,
+        opened: on.RunOpened,
+        joined: Sequence[on.EngineJoined],
+        *,
+        ended: Sequence[Rollout] = (),
+        owed: Sequence[do.ProcessGroup | do.ShipBatch] = (),
+    ) -> do.FinishRun:
+        """Run to the end. Raises what ended the run when that was an error, the first of several.
+
+        A recovered run has attempts that its earlier life left under way: `ended` are their records. `owed` was
+        commanded then and never answered, and is carried out now.
+        """
         if self.core.cut > self.core.trained:  # batches of an earlier life that the trainer trains again
             self._trainer.shipped(self.core.cut)
         try:
@@ -167,6 +180,10 @@ class Driver:
                 ):
                     self._set_beside(tasks.create_task(self._guarded(name, make), name=name))
                 self._inbox.post(opened)
+                for rollout in ended:
+                    self._inbox.post(on.RolloutEnded(rollout))
+                for command in owed:
+                    self._perform[type(command)](command)
                 for event in joined:
                     self._inbox.post(event)
                 self._inbox.on_event(self._drain, self._slice_s)
@@ -183,8 +200,22 @@ class Driver:
             raise cause from cause.__cause__
         finally:
             self._trainer.close()
+            if self._failure is not None:
+                self._record_failure(self._failure)
             await self._flush()
         return finish
+
+    def _record_failure(self, error: BaseException) -> None:
+        """The journal tells how this life ended, whatever becomes of the status file."""
+        text = said_by(error)
+        status: Literal["stopped", "failed"] = "stopped" if getattr(error, "is_stop", False) else "failed"
+        at, event, commands = self.clock(), on.RunFailed(text), (do.FinishRun(status, text),)
+        try:
+            self._journal.append(at, event, commands)
+            for fold in self._folds:
+                fold.apply(at, event, commands)
+        except Exception as failure:
+            error.add_note(f"and that it failed could not be recorded: {said_by(failure)}")
 
     def fail(self, error: BaseException) -> None:
         """End the run with this cause, unless it has ended: the first cause counts."""
@@ -346,6 +377,8 @@ class Driver:
                 micro_batch_tokens=settings.micro_batch_tokens or settings.seq_len,
                 pad_to_multiple_of=settings.pad_to_multiple_of,
             )
+            # What a trainer can see must not be forgotten: a resumed run would make another batch of this number.
+            await self._journal.flush()
             packed_at = self.clock()
             size = await self._sink.ship(packed)
             self._trainer.shipped(batch.step)

@@ -11,7 +11,7 @@ It performs every command and answers it as `docs/architecture.md` says, with du
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import isfinite
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 from paceline.core.admission import Admission, FixedCap
 from paceline.core.advantages import Algorithm, builtin
 from paceline.core.processing import GroupRules, broken_group, process_group
+from paceline.core.recovery import Recovery, lost_rollout
 from paceline.core.scheduler import Core
 from paceline.core.scheduling import Scheduling
 from paceline.core.setup import CoreSetup
@@ -71,7 +72,8 @@ class World:
     """Drives one core. `watch` is called after every decision with (world, event, commands).
 
     With `state`, the core goes on from a checkpoint, and the trainer from step `trained` (the checkpoint's own, when
-    left out): batches that were shipped and not trained are trained first.
+    left out): batches that were shipped and not trained are trained first. With `recovery` it goes on from a journal;
+    `rollouts` are the records that it wants.
     """
 
     def __init__(
@@ -87,11 +89,17 @@ class World:
         rules: Callable[[EnvName], GroupRules] | None = None,
         state: dict[str, Any] | None = None,
         trained: int | None = None,
+        recovery: Recovery | None = None,
+        rollouts: Mapping[RolloutId, Rollout] | None = None,
+        first_seq: int = 0,
         watch: Callable[[World, Event, list[Command]], None] | None = None,
     ) -> None:
         self.setup = setup
         self.script = script or Script()
         self.admission = admission or FixedCap(cap)
+        rollouts = rollouts or {}
+        if recovery is not None:
+            state = msgspec.msgpack.decode(msgspec.msgpack.encode(recovery.state(rollouts, {})), strict=False)
         self.resumed = state is not None
         self.core = Core(setup, self.admission, scheduling)
         self.now = 0.0
@@ -110,13 +118,34 @@ class World:
         start = 0
         if state is not None:
             start = state["cut"] if trained is None else trained
-            self.core.restore(state, start, f"weights/v{start}")
-        owed = range(start + 1, self.core.cut + 1)  # before an engine joins: what waits may be cut at once
-        self.post(on.RunOpened("test", setup.seed, start or None))
+            kept = None if recovery is None else rollouts
+            self.core.restore(state, start, f"weights/v{start}", kept)
+        self.core.count_from(first_seq)
+        shipping = () if state is None else state.get("shipping", ())
+        # Before an engine joins: what waits may be cut at once.
+        owed = [step for step in range(start + 1, self.core.cut + 1) if step not in shipping]
+        if recovery is None:
+            self.post(on.RunOpened("test", setup.seed, start or None))
+        else:
+            self._recover(recovery, rollouts)
         for number in range(engines):
             self.join(f"e{number}", start)
         for step in owed:
             self._train(step)
+
+    def _recover(self, recovery: Recovery, rollouts: Mapping[RolloutId, Rollout]) -> None:
+        under_way = recovery.under_way
+        for rollout, task in under_way:
+            command = do.StartRollout(rollout, task, 0, 0, "", 0)
+            self.running[rollout] = _Running(command, Plan(()))
+        for owed in recovery.owed(rollouts, {}):
+            getattr(self, f"_do_{type(owed).__name__}")(owed)
+        self.post(on.RunOpened("test", self.setup.seed, recovery.cut, recovered=True))
+        for rollout, task in under_way:
+            del self.running[rollout]
+            lost = lost_rollout(rollout, task, self.now)
+            self.trace.ended.append(lost)
+            self.post(on.RolloutEnded(lost))
 
     # ── for tests ──
 
@@ -438,6 +467,12 @@ class World:
         pass
 
     def _do_NoteStale(self, command: do.NoteStale) -> None:
+        pass
+
+    def _do_NoteRetry(self, command: do.NoteRetry) -> None:
+        pass
+
+    def _do_NoteDead(self, command: do.NoteDead) -> None:
         pass
 
     def _do_NoteDiscarded(self, command: do.NoteDiscarded) -> None:

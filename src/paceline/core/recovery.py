@@ -1,0 +1,489 @@
+"""A run's state from its journal: a fold over what happened and what was commanded, which decides nothing.
+
+    recovery = Recovery(checkpoint, group_sizes)
+    for seq, event, commands in records_behind(checkpoint["seq"]):
+        recovery.apply(seq, event, commands)
+    rollouts = read(recovery.wanted(), recovery.since)          # from the rollout store
+    core.restore(recovery.state(rollouts), trained, path, rollouts)
+
+So it does not matter which code or config made the decisions. `docs/recovery.md` says what a run loses and what not.
+Arrays are not in the log: samples are built again from the rollouts, and compared with what the log says of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from paceline.core.accounting import Account, StreamAccount
+from paceline.core.batching import masked, oldest_masked
+from paceline.core.pacing import Pacing
+from paceline.core.plain import from_plain, to_plain
+from paceline.core.rebuild import Extras, rebuild
+from paceline.domain import commands as do
+from paceline.domain import events as on
+from paceline.domain.batch import Batch
+from paceline.domain.commands import Command
+from paceline.domain.events import Event
+from paceline.domain.group import ClosedGroup, Verdict
+from paceline.domain.ids import EnvName, GroupId, RolloutId, Version, parse_rollout_id
+from paceline.domain.rollout import Outcome, Rollout
+from paceline.domain.sample import Sample
+from paceline.domain.task import TaskRef
+from paceline.errors import PacelineError
+
+EMPTY: dict[str, Any] = {
+    "seq": 0,
+    "cut": 0,
+    "next_group": 0,
+    "curriculum": {"draws": 0, "envs": {}},
+    "groups": [],
+    "processing": [],
+    "flights": [],
+    "shipping": [],
+    "list": [],
+    "pacing": {},
+    "plan": {},
+    "account": [],
+    "admission": {},
+    "scheduling": {},
+    "kept": [],
+    "put_offs": 0,
+    "moved": [],
+}
+"""The state before the first record."""
+
+
+class CannotFold(PacelineError):
+    """The journal does not say enough to go on from it; a checkpoint alone may do."""
+
+
+class _Group:
+    """A group that is open, or closed and being processed."""
+
+    __slots__ = (
+        "arrived",
+        "id",
+        "launched",
+        "left",
+        "needs",
+        "places",
+        "put_off",
+        "retries",
+        "seed",
+        "since",
+        "size",
+        "step",
+        "task",
+        "tokens",
+        "unlaunched",
+    )
+
+    def __init__(self, group: GroupId, task: TaskRef, size: int, seed: int, since: int) -> None:
+        self.id = group
+        self.task = task
+        self.size = size
+        self.seed = seed
+        self.since = since
+        self.launched = 0
+        self.unlaunched = 0
+        self.left = 0
+        self.needs = self.places = size
+        self.step = 0
+        self.put_off: dict[str, Any] | None = None
+        self.retries: list[RolloutId] = []
+        self.arrived: list[RolloutId] = []
+        self.tokens: dict[RolloutId, int] = {}
+
+
+class _Entry:
+    """A rollout in the batch list, as the log tells of it."""
+
+    __slots__ = ("env", "masks", "samples", "since", "swept", "whole")
+
+    def __init__(self, env: EnvName, samples: tuple[Sample, ...], since: int, whole: bool) -> None:
+        self.env = env
+        self.samples = samples
+        self.since = since
+        """Its rollout ended in no record before this one."""
+        self.whole = whole
+        """Whether the samples have their arrays: those of a checkpoint do, those of the log do not."""
+        self.masks: list[Version] = []
+        self.swept = False
+
+
+class Recovery:
+    """State after the records so far. Begins with a checkpoint of the core, or with `EMPTY`."""
+
+    def __init__(self, state: Mapping[str, Any], group_sizes: Mapping[EnvName, int] | None = None) -> None:
+        """`group_sizes`: for journals that do not say how large a group is."""
+        self._sizes = group_sizes or {}
+        self.seq: int = state["seq"]
+        """Number of the first record that was not taken in."""
+        self.cut: int = state["cut"]
+        self._next_group: int = state["next_group"]
+        self._curriculum: dict[str, Any] = state["curriculum"]
+        self._draws: int = self._curriculum["draws"]
+        self._envs: dict[EnvName, dict[str, Any]] = {
+            env: {**saved, "redraw": [tuple(task) for task in saved["redraw"]]}
+            for env, saved in state["curriculum"]["envs"].items()
+        }
+        self._groups = {g["id"]: _group(g) for g in state["groups"]}
+        self._processing = {g["id"]: _group(g) for g in state["processing"]}
+        self._flights: dict[RolloutId, tuple[TaskRef, list[int]]] = {
+            parse_rollout_id(name): (TaskRef(*task), [sampled]) for name, task, sampled in state["flights"]
+        }
+        self._list: dict[RolloutId, _Entry] = {}
+        for row in state["list"]:
+            rollout = parse_rollout_id(row["rollout"])
+            samples = tuple([from_plain(rollout, row["env"], sample) for sample in row["samples"]])
+            entry = self._list[rollout] = _Entry(row["env"], samples, 0, whole=True)
+            entry.swept = row["swept"]
+        self._shipping: dict[int, list[tuple[RolloutId, _Entry]]] = {}
+        self._pacing = Pacing(0, None, None, 1)
+        self._pacing.restore(state["pacing"])
+        self._plan: dict[EnvName, int] = dict(state["plan"])
+        self._account = Account()
+        self._account.restore(state["account"])
+        self._admission: dict[str, Any] = dict(state["admission"])
+        self._scheduling: dict[str, Any] = dict(state["scheduling"])
+        self._kept: dict[int, dict[str, Any]] = {each["number"]: each for each in state["kept"]}
+        self._put_offs: int = state["put_offs"]
+        self._moved: dict[tuple[GroupId, int], GroupId] = {
+            (group, member): rest for group, member, rest in state["moved"]
+        }
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            on.RunOpened: self._opened,
+            on.SegmentEnded: self._segment_ended,
+            on.GroupProcessed: self._processed,
+            on.BatchShipped: self._shipped,
+            do.StartRollout: self._start,
+            do.ProcessGroup: self._process,
+            do.ShipBatch: self._ship,
+            do.NoteStale: self._stale,
+            do.NoteDiscarded: self._discarded,
+            do.PutOff: self._put_off,
+            do.SplitGroup: self._split,
+            do.ReportEval: self._evaluated,
+        }
+
+    # ── taking in records ──
+
+    def apply(self, seq: int, event: Event, commands: Sequence[Command]) -> None:
+        """One record: what happened, then what was commanded. CannotFold where the journal does not say enough."""
+        self.seq = seq
+        handlers = self._handlers
+        if type(event) is on.RolloutEnded:
+            again = any(type(c) is do.NoteRetry and c.rollout == event.rollout.id for c in commands)
+            self._ended(event.rollout, again)
+        elif handler := handlers.get(type(event)):
+            handler(event)
+        for command in commands:
+            if handler := handlers.get(type(command)):
+                handler(command)
+        self.seq = seq + 1
+
+    def _opened(self, event: on.RunOpened) -> None:
+        if not event.recovered and self.seq > 0:
+            raise CannotFold(
+                f"record {self.seq} begins a life of the run that went on from a checkpoint alone, and there is no "
+                "later checkpoint"
+            )
+
+    def _start(self, command: do.StartRollout) -> None:
+        rollout, task = command.rollout, command.task
+        self._flights[rollout] = (task, [0])
+        self._account.launched(self._account_of(task))
+        self._next_group = max(self._next_group, rollout.group + 1)
+        if task.split != "train":
+            return
+        group = self._group_of(rollout)
+        if group is None:
+            size = command.group_size or self._sizes.get(task.env, 0)
+            if not size:
+                raise CannotFold(f"the journal does not say how large the groups of env {task.env!r} were")
+            group = self._groups[rollout.group] = _Group(
+                rollout.group, task, size, command.group_seed, self.seq
+            )
+            group.needs = group.places = command.group_needs or size
+            group.step = self.cut + 1
+            if command.put_off:
+                group.put_off = self._kept.pop(command.put_off)
+            else:
+                self._draw(task)
+        if not rollout.attempt:
+            group.launched = rollout.member + 1
+            return
+        before = rollout._replace(attempt=rollout.attempt - 1)
+        if before in group.retries:
+            group.retries.remove(before)
+        elif (
+            before in group.arrived
+        ):  # a journal without `NoteRetry`: only now is it known that it was no last one
+            group.arrived.remove(before)
+            self._account_of(task).move("grouped", "failed", group.tokens.pop(before))
+
+    def _draw(self, task: TaskRef) -> None:
+        saved = self._envs.setdefault(task.env, {"drawn": 0, "fingerprint": None, "redraw": []})
+        drawn = (task.index, task.epoch)
+        if drawn in saved["redraw"]:
+            saved["redraw"].remove(drawn)
+        else:
+            saved["drawn"] += 1
+            self._draws += 1
+
+    def _segment_ended(self, event: on.SegmentEnded) -> None:
+        if flight := self._flights.get(event.rollout):
+            tokens = sum([count for _, count in event.versions])
+            flight[1][0] += tokens
+            self._account.sampled(self._account_of(flight[0]), tokens)
+
+    def _ended(self, rollout: Rollout, again: bool) -> None:
+        if (flight := self._flights.pop(rollout.id, None)) is None:
+            return
+        task, (sampled,) = flight
+        account = self._account_of(task)
+        if task.split == "eval":
+            account.move("in_flight", "eval", sampled)
+            return
+        group = self._group_of(rollout.id)
+        if group is None:
+            account.move("in_flight", "failed", sampled)
+        elif again:
+            account.move("in_flight", "failed", sampled)
+            group.retries.append(rollout.id)
+        else:
+            account.move("in_flight", "grouped", sampled)
+            group.arrived.append(rollout.id)
+            group.tokens[rollout.id] = sampled
+            if rollout.outcome.cause == "deferred" and rollout.outcome.ending == "cancelled":
+                group.places -= 1
+
+    def _process(self, command: do.ProcessGroup) -> None:
+        group = self._groups.pop(command.group.id)
+        for rollout in group.retries:  # given up: its last attempt settles the member, as failed as it was
+            group.arrived.append(rollout)
+            group.tokens[rollout] = 0
+            self._account_of(group.task).move("failed", "grouped", 0)
+        group.retries.clear()
+        group.unlaunched = group.size - len(group.arrived) - group.left
+        group.places -= min(group.unlaunched, group.places)
+        for rollout in group.arrived:
+            self._moved.pop((rollout.group, rollout.member), None)
+        self._processing[group.id] = group
+
+    def _processed(self, event: on.GroupProcessed) -> None:
+        result = event.result
+        if (group := self._processing.pop(result.group, None)) is None:
+            return
+        account = self._account_of(group.task)
+        listed = 0
+        for verdict in result.verdicts:
+            sampled = group.tokens.pop(verdict.rollout)
+            account.move("grouped", verdict.fate, sampled)
+            if verdict.fate == "queued":
+                listed += 1
+                ships = sum([sample.trainable_tokens for sample in verdict.samples])
+                account.move("queued", "overlong", sampled - ships, rollouts=0)
+                self._list[verdict.rollout] = _Entry(
+                    group.task.env, verdict.samples, group.since, whole=False
+                )
+        if not listed and (group.unlaunched or any(_was_stopped(verdict) for verdict in result.verdicts)):
+            self._envs[group.task.env]["redraw"].append((group.task.index, group.task.epoch))
+
+    def _ship(self, command: do.ShipBatch) -> None:
+        batch = command.batch
+        self.cut = batch.step
+        taken = [(rollout, self._list.pop(rollout)) for rollout in batch.rollouts]
+        self._shipping[batch.step] = taken
+        seen: set[RolloutId] = set()
+        for sample in batch.samples:
+            account = self._account.of("train", sample.env)
+            account.move(
+                "queued", "shipped", sample.trainable_tokens, rollouts=int(sample.rollout not in seen)
+            )
+            seen.add(sample.rollout)
+        self._pacing.shipped(len(batch.rollouts), batch.tokens)
+
+    def _shipped(self, event: on.BatchShipped) -> None:
+        self._shipping.pop(event.step, None)
+
+    def _stale(self, command: do.NoteStale) -> None:
+        if (entry := self._list.get(command.rollout)) is None:
+            return
+        if command.action == "trained":
+            entry.swept = True
+            return
+        dropped = command.action == "dropped"
+        self._account.of("train", entry.env).move("queued", "stale", command.tokens, rollouts=int(dropped))
+        if dropped:
+            del self._list[command.rollout]
+        else:
+            entry.masks.append(oldest_masked(entry.samples, command.tokens, entry.masks))
+
+    def _discarded(self, command: do.NoteDiscarded) -> None:
+        entry = self._list.pop(command.rollout)
+        self._account.of("train", entry.env).move("queued", "discarded", command.tokens)
+
+    def _put_off(self, command: do.PutOff) -> None:
+        self._kept[command.number] = msgspec.to_builtins(command)
+        self._put_offs = command.number
+
+    def _split(self, command: do.SplitGroup) -> None:
+        group = self._groups[command.group]
+        count = len(command.rollouts)
+        rest = _Group(command.rest, group.task, count, group.seed, group.since)
+        rest.launched, rest.places, rest.step = count, 0, group.step
+        self._groups[rest.id] = rest
+        self._next_group = max(self._next_group, rest.id + 1)
+        for rollout in command.rollouts:
+            self._moved[rollout.group, rollout.member] = rest.id
+        group.left += count
+        group.places -= count
+
+    def _group_of(self, rollout: RolloutId) -> _Group | None:
+        """The group that a rollout is a member of now."""
+        return self._groups.get(self._moved.get((rollout.group, rollout.member), rollout.group))
+
+    def _evaluated(self, command: do.ReportEval) -> None:
+        self._plan[command.env] = max(self._plan.get(command.env, -1), command.version)
+
+    # ── what comes of it ──
+
+    @property
+    def under_way(self) -> list[tuple[RolloutId, TaskRef]]:
+        """Attempts that had not ended, in the order of their start."""
+        return [(rollout, task) for rollout, (task, _) in self._flights.items()]
+
+    @property
+    def since(self) -> int:
+        """No rollout that is wanted ended in a record before this one."""
+        groups = [*self._groups.values(), *self._processing.values()]
+        entries = [*self._list.values(), *[e for taken in self._shipping.values() for _, e in taken]]
+        return min([self.seq, *[g.since for g in groups], *[e.since for e in entries if not e.whole]])
+
+    def wanted(self) -> frozenset[RolloutId]:
+        """Rollouts whose records, tokens included, `state` and `owed` need."""
+        found = [
+            r for g in (*self._groups.values(), *self._processing.values()) for r in (*g.arrived, *g.retries)
+        ]
+        found += [rollout for rollout, entry in self._list.items() if not entry.whole]
+        found += [r for taken in self._shipping.values() for r, entry in taken if not entry.whole]
+        return frozenset(found)
+
+    def owed(
+        self, rollouts: Mapping[RolloutId, Rollout], extras: Mapping[RolloutId, Extras]
+    ) -> list[do.ProcessGroup | do.ShipBatch]:
+        """What was commanded and not answered: to be carried out again, in this order."""
+        commands: list[do.ProcessGroup | do.ShipBatch] = []
+        for step, taken in sorted(self._shipping.items()):
+            samples = [s for rollout, entry in taken for s in _samples(rollout, entry, rollouts, extras)]
+            batch = Batch(step, tuple(samples), tuple([rollout for rollout, _ in taken]))
+            commands.append(do.ShipBatch(batch, "it was being shipped when the run ended"))
+        for group in self._processing.values():
+            closed = ClosedGroup(
+                group.id, group.task, group.size, tuple([rollouts[r] for r in group.arrived])
+            )
+            commands.append(do.ProcessGroup(closed, "it was being processed when the run ended"))
+        return commands
+
+    def state(
+        self, rollouts: Mapping[RolloutId, Rollout], extras: Mapping[RolloutId, Extras]
+    ) -> dict[str, Any]:
+        """What `Core.restore` takes. CannotFold names a rollout whose samples cannot be built again as they were."""
+        return {
+            "format": 2,
+            "seq": self.seq,
+            "cut": self.cut,
+            "next_group": self._next_group,
+            "curriculum": {**self._curriculum, "draws": self._draws, "envs": self._envs},
+            "groups": [_plain(group) for group in self._groups.values()],
+            "processing": [_plain(group) for group in self._processing.values()],
+            "flights": [
+                [str(rollout), [*msgspec.structs.astuple(task)], sampled]
+                for rollout, (task, (sampled,)) in self._flights.items()
+            ],
+            "shipping": sorted(self._shipping),
+            "list": [
+                {
+                    "rollout": str(rollout),
+                    "env": entry.env,
+                    "swept": entry.swept,
+                    "samples": [to_plain(s) for s in _samples(rollout, entry, rollouts, extras)],
+                }
+                for rollout, entry in self._list.items()
+            ],
+            "pacing": self._pacing.snapshot(),
+            "plan": self._plan,
+            "account": self._account.snapshot(),
+            "admission": self._admission,
+            "scheduling": self._scheduling,
+            "kept": list(self._kept.values()),
+            "put_offs": self._put_offs,
+            "moved": [[group, member, rest] for (group, member), rest in self._moved.items()],
+        }
+
+    def _account_of(self, task: TaskRef) -> StreamAccount:
+        return self._account.of(task.split, task.env)
+
+
+def lost_rollout(rollout: RolloutId, task: TaskRef, at: float) -> Rollout:
+    """The terminal record of an attempt that the end of the orchestrator cut off."""
+    why = "the orchestrator ended while it ran"
+    return Rollout(id=rollout, task=task, outcome=Outcome("failed", "restart", why), started=at, ended=at)
+
+
+def _samples(
+    rollout: RolloutId,
+    entry: _Entry,
+    rollouts: Mapping[RolloutId, Rollout],
+    extras: Mapping[RolloutId, Extras],
+) -> tuple[Sample, ...]:
+    samples = entry.samples
+    if not entry.whole:
+        if rollout not in rollouts:
+            raise CannotFold(f"{rollout} waits for its batch, but is not in the rollout store")
+        try:
+            samples = rebuild(rollouts[rollout], samples, extras.get(rollout))
+        except ValueError as error:
+            raise CannotFold(str(error)) from error
+    for oldest in entry.masks:
+        samples = masked(samples, oldest)
+    return samples
+
+
+def _was_stopped(verdict: Verdict) -> bool:
+    return verdict.fate == "cancelled" and verdict.reason.startswith(("shutdown", "surplus"))
+
+
+def _group(plain: Mapping[str, Any]) -> _Group:
+    group = _Group(plain["id"], TaskRef(*plain["task"]), plain["size"], plain["seed"], plain["since"])
+    group.launched, group.unlaunched = plain["launched"], plain["unlaunched"]
+    group.left, group.needs, group.places = plain["left"], plain["needs"], plain["places"]
+    group.step, group.put_off = plain["step"], plain["put_off"]
+    group.retries = [parse_rollout_id(name) for name in plain["retries"]]
+    group.arrived = [parse_rollout_id(name) for name in plain["arrived"]]
+    group.tokens = {parse_rollout_id(name): tokens for name, tokens in plain["tokens"].items()}
+    return group
+
+
+def _plain(group: _Group) -> dict[str, Any]:
+    return {
+        "id": group.id,
+        "task": [*msgspec.structs.astuple(group.task)],
+        "size": group.size,
+        "seed": group.seed,
+        "since": group.since,
+        "launched": group.launched,
+        "unlaunched": group.unlaunched,
+        "retries": [str(rollout) for rollout in group.retries],
+        "arrived": [str(rollout) for rollout in group.arrived],
+        "tokens": {str(rollout): tokens for rollout, tokens in group.tokens.items()},
+        "needs": group.needs,
+        "places": group.places,
+        "left": group.left,
+        "step": group.step,
+        "put_off": group.put_off,
+    }

@@ -1,0 +1,141 @@
+"""A run goes on from the journal's files as if nothing had happened, but for what was under way."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from paceline.cli.resume import read_back
+from paceline.core.advantages import Advantages, Algorithm, GroupView
+from paceline.core.recovery import EMPTY, CannotFold
+from paceline.core.scheduler import Core
+from paceline.domain.batch import Batch
+from paceline.domain.commands import ProcessGroup, ShipBatch
+from paceline.errors import WireError
+from paceline.journal import FileJournal
+from paceline.testing import World, chaos, setup_for, train_env
+
+
+class PerToken(Algorithm):
+    """An advantage of its own for every token, and a stream."""
+
+    def advantages(self, view: GroupView, replies: Any) -> Advantages:
+        values = tuple(
+            tuple(np.where(s.trainable, np.arange(s.tokens) + 0.25, 0.0).astype(np.float32) for s in each)
+            for each in view.samples
+        )
+        weights = tuple(tuple(np.full(s.tokens, 0.5, np.float32) for s in each) for each in view.samples)
+        return Advantages(values, {"loss_weights": weights})
+
+
+SETUP = setup_for(
+    train_env("a", tasks=40, group_size=3, max_attempts=2, on_stale="mask_tokens"),
+    batch=6,
+    lag=2,
+    max_staleness=1,
+    max_steps=30,
+    checkpoint_every=4,
+)
+
+
+def written(
+    run_dir: Path, seed: int, events: int, *, algorithm: Algorithm | None = None, flush_every: int = 10_000
+) -> World:
+    """A run that was killed after so many events, its journal on disk."""
+    world = World(SETUP, chaos(seed), engines=2, cap=8, algorithm=algorithm)
+    world.run(events=events)
+
+    async def write() -> None:
+        journal = FileJournal(run_dir, "run")
+        for number, (at, event, commands) in enumerate(world.trace.journal):
+            journal.append(at, event, commands)
+            if number % flush_every == flush_every - 1:
+                await journal.flush()
+        await journal.close()
+
+    asyncio.run(write())
+    return world
+
+
+def state_of(core: Core) -> dict[str, Any]:
+    state: dict[str, Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(core.snapshot()), strict=False)
+    return state
+
+
+def plain(batch: Batch) -> list[Any]:
+    arrays = [(s.token_ids, s.trainable, s.logprobs, np.asarray(s.advantage)) for s in batch.samples]
+    return [
+        (sample.rollout, sample.versions, sample.reward, [array.tolist() for array in each])
+        for sample, each in zip(batch.samples, arrays, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("algorithm", [None, PerToken()], ids=["one advantage", "one a token"])
+@pytest.mark.parametrize("events", [30, 200, 500])
+def test_state_and_batch_list_come_back_with_every_token(
+    tmp_path: Path, events: int, algorithm: Algorithm | None
+) -> None:
+    world = written(tmp_path, 7, events, algorithm=algorithm)
+    read = read_back(tmp_path, EMPTY, {})
+    state, expected = read.recovery.state(read.rollouts, read.extras), state_of(world.core)
+    state = msgspec.msgpack.decode(msgspec.msgpack.encode(state), strict=False)
+    for name in ("list", "groups", "processing", "flights", "cut", "seq"):
+        assert state[name] == expected[name], name
+    assert [r for r, _ in read.recovery.under_way] == list(world.running)
+
+
+def test_what_was_commanded_and_not_answered_is_owed_the_same_to_the_byte(tmp_path: Path) -> None:
+    for events in range(60, 400):
+        world = World(SETUP, chaos(3), engines=2, cap=8)
+        world.run(events=events)
+        if any(isinstance(c, ShipBatch) for c in world.trace.journal[-1][2]):
+            break
+    world = written(tmp_path, 3, events)
+    read = read_back(tmp_path, EMPTY, {})
+    owed = read.recovery.owed(read.rollouts, read.extras)
+    ships = [command for command in owed if isinstance(command, ShipBatch)]
+    assert [plain(command.batch) for command in ships] == [plain(world.trace.batches[-1])]
+    closed = [command.group for command in owed if isinstance(command, ProcessGroup)]
+    assert [group.id for group in closed] == list(world.core._processing)
+
+
+def test_from_a_checkpoint_only_what_lies_behind_it_is_read(tmp_path: Path) -> None:
+    world = written(tmp_path, 11, 700)
+    _, checkpoint = world.trace.checkpoints[-1]
+    assert checkpoint["seq"] > 100
+    from_checkpoint, from_start = read_back(tmp_path, checkpoint, {}), read_back(tmp_path, EMPTY, {})
+
+    def told(read: Any) -> Any:
+        state = read.recovery.state(read.rollouts, read.extras)
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(state), strict=False) | {
+            "curriculum": None,
+            "plan": None,
+        }
+
+    first, second = told(from_checkpoint), told(from_start)
+    assert {k: v for k, v in first.items() if k != "account"} == {
+        k: v for k, v in second.items() if k != "account"
+    }
+    assert from_checkpoint.recovery.since > 0
+
+
+def test_without_a_journal_there_is_no_way_back_and_damage_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(CannotFold, match="there is no journal"):
+        read_back(tmp_path, EMPTY, {})
+    written(tmp_path, 1, 400, flush_every=100)
+    log = tmp_path / "journal" / "000001.log"
+    data = bytearray(log.read_bytes())
+    data[400] ^= 0xFF
+    log.write_bytes(data)
+    with pytest.raises(WireError, match=r"(?s)damaged at byte .* or move .* aside, to go on from the newest"):
+        read_back(tmp_path, EMPTY, {})
+
+
+def test_a_checkpoint_of_an_older_format_is_refused_as_a_beginning() -> None:
+    with pytest.raises(CannotFold, match="did not note its place"):
+        read_back(Path("nowhere"), {"cut": 3}, {})

@@ -1,0 +1,91 @@
+"""A run is rebuilt from its journal as it was: nothing is decided again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from paceline.config import EvalSection
+from paceline.core.recovery import EMPTY, Recovery
+from paceline.domain.ids import RolloutId
+from paceline.domain.rollout import Rollout
+from paceline.journal.lines import Line, Restorer, line_of
+from paceline.testing import World, chaos, setup_for, train_env
+
+
+def wild(seed: int, **options: Any) -> World:
+    setup = setup_for(
+        train_env("a", tasks=30, max_attempts=3, group_size=3, on_stale="mask_tokens"),
+        train_env("b", max_attempts=2, weight=2.0, tasks_per_minute=120.0),
+        batch=None if seed % 2 else 6,
+        batch_tokens=150 if seed % 2 else None,
+        lag=1 + seed % 3,
+        max_staleness=seed % 3,
+        max_steps=12,
+        seed=seed,
+        checkpoint_every=3,
+        evals=[EvalSection(id="e", name="held", examples=2, k=2, every=3)],
+    )
+    return World(setup, chaos(seed), engines=2, cap=7, **options)
+
+
+def as_read(journal: list[Any]) -> list[Any]:
+    """The records as they come back from the log: without arrays."""
+    encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Line)
+    restorer = Restorer()
+    found = []
+    for seq, (at, event, commands) in enumerate(journal):
+        line = decoder.decode(
+            encoder.encode([seq, at, line_of(event), [line_of(command) for command in commands]])
+        )
+        restored = restorer.event(line.event)
+        found.append((seq, restored, [restorer.command(command) for command in line.commands]))
+    return found
+
+
+def normal(state: dict[str, Any]) -> dict[str, Any]:
+    """Without what a fold is not meant to know, and with nothing that depends on the order of keys."""
+    plain: dict[str, Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(state), strict=False)
+    # Evals take group numbers before they start, and a number that nobody has seen may be given again.
+    for name in ("admission", "shipping", "next_group"):
+        plain.pop(name, None)
+    plain["plan"] = {env: version for env, version in plain["plan"].items() if version >= 0}
+    curriculum = plain["curriculum"]
+    curriculum["envs"] = {
+        env: (saved["drawn"], saved["redraw"])
+        for env, saved in curriculum["envs"].items()
+        if saved["drawn"] or saved["redraw"]
+    }
+    plain["account"] = sorted(
+        [split, env, launched, sampled, *({k: v for k, v in places.items() if v} for places in rest)]
+        for split, env, launched, sampled, *rest in plain["account"]
+        if launched
+    )
+    return plain
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_the_fold_over_the_journal_is_the_core_at_every_record(seed: int) -> None:
+    snapshots: list[dict[str, Any] | None] = []
+
+    def watch(world: World, event: Any, commands: Any) -> None:
+        draining = world.core._draining is not None
+        sparse = len(snapshots) % 7 and len(snapshots) > 40
+        snapshots.append(None if draining or sparse else normal(world.core.snapshot()))
+
+    world = wild(seed, watch=watch)
+    world.at(25.0, lambda: world.lose("e0"))
+    trace = world.run(events=1500)
+    rollouts: dict[RolloutId, Rollout] = {rollout.id: rollout for rollout in trace.ended}
+
+    recovery = Recovery(EMPTY)
+    compared = 0
+    for seq, event, commands in as_read(trace.journal):
+        recovery.apply(seq, event, commands)
+        if (expected := snapshots[seq]) is not None:
+            compared += 1
+            assert recovery.wanted() <= set(rollouts)
+            assert normal(recovery.state(rollouts, {})) == expected, f"after record {seq}"
+    assert compared > 50
