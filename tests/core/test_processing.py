@@ -102,8 +102,8 @@ def test_s35_named_parts_of_rewards_are_never_one_baseline() -> None:
     first = rollout(reward=1.0, rewards={"solver": 1.0, "critic": 10.0})
     second = rollout(reward=0.0, rewards={"solver": 0.0, "critic": 8.0})
     assert advantages(process(closed(first, second))) == [0.5, -0.5]
-    per_turn = rollout(reward=1.0, turn_advantages=(1.0,))
-    assert "turn_advantages" in process(closed(per_turn, second)).verdicts[0].reason
+    per_turn = rollout(reward=1.0, turn_rewards=(1.0, 2.0, 3.0))
+    assert "turn_rewards" in process(closed(per_turn, second)).verdicts[0].reason
 
 
 def test_s37_a_truncated_rollout_keeps_its_real_reward() -> None:

@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from paceline.cli.engines import RunEngines
+from paceline.cli.environments import Environments, own_samplers
 from paceline.cli.resume import Resumption
 from paceline.cli.services import ConfiguredServices, imported
 from paceline.cli.status import INTERRUPTED, StatusFile
@@ -43,17 +44,14 @@ from paceline.core.setup import core_setup
 from paceline.domain import events as on
 from paceline.domain.commands import FinishRun
 from paceline.domain.ids import EnvName
-from paceline.domain.task import Split
-from paceline.envs.protocol import Environment
-from paceline.envs.registry import make_environment, tasks_of
-from paceline.errors import EnvError, PacelineError, TrainerError, printable, said_by
+from paceline.errors import EnvError, PacelineError, TrainerError, place_of, printable, said_by
 from paceline.journal.writer import FileJournal
 from paceline.ports import Engine
 from paceline.runtime.checkpoints import Checkpoints
 from paceline.runtime.driver import Driver, Fold, first_cause
+from paceline.runtime.gateway import Gateway
 from paceline.runtime.inbox import Gates, Inbox
 from paceline.runtime.loads import poll_load
-from paceline.runtime.model import EnvRuntime
 from paceline.runtime.offload import Threads
 from paceline.runtime.processes import ChildProcess
 from paceline.runtime.processor import EnvProcessing, GroupProcessor
@@ -101,43 +99,6 @@ class Earlier(msgspec.Struct, frozen=True):
     """Where the run's clock stopped, in seconds; it goes on from there."""
     acknowledged: int = 0
     """The last step whose acknowledgement was recorded. A trainer trains on a little when a run has been stopped."""
-
-
-class Environments:
-    """The environments of a run, made once for each section, with the tasks of their split."""
-
-    def __init__(self, config: RunConfig, bridge: Bridge) -> None:
-        self.runtimes: dict[tuple[Split, EnvName], EnvRuntime] = {}
-        self.sizes: dict[tuple[str, EnvName], int | None] = {}
-        self.fingerprints: dict[EnvName, str] = {}
-        self.scores_groups: dict[EnvName, bool] = {}
-        for section in config.env:
-            environment = self._add("train", section, config, bridge)
-            self.fingerprints[section.label] = self.runtimes["train", section.label].source.fingerprint
-            self.scores_groups[section.label] = environment.all_or_nothing
-        for held_out in config.eval:
-            self._add("eval", held_out, config, bridge)
-
-    def _add(
-        self, split: Split, section: EnvSection | EvalSection, config: RunConfig, bridge: Bridge
-    ) -> Environment:
-        environment = make_environment(section.id, section.args)
-        source = tasks_of(environment, split, section.label)
-        self.runtimes[split, section.label] = EnvRuntime(
-            environment=environment,
-            source=source,
-            limits=section.limits,
-            sampling=section.sampling.over(config.sampling),
-            bridge=bridge,
-        )
-        self.sizes[split, section.label] = source.size
-        return environment
-
-    async def close(self) -> None:
-        """All of them, though one may refuse."""
-        async with contextlib.AsyncExitStack() as stack:
-            for runtime in self.runtimes.values():
-                stack.push_async_callback(runtime.environment.close)
 
 
 def algorithm_of(name: str, args: Mapping[str, Any]) -> Algorithm:
@@ -261,11 +222,20 @@ class Assembly:
         config = self.config
         phases.now("loading the tokenizer and the environments")
         tokenizer = ChatTokenizer.load(self.model_dir, config.model.chat_template)
-        environments = Environments(config, Bridge(tokenizer))
+        environments = Environments()
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(environments.close)
             stack.push_async_callback(self._close_children)
             try:
+                services = ConfiguredServices(config.services, config.chat)
+                stack.push_async_callback(services.close)
+                await environments.start(
+                    config,
+                    Bridge(tokenizer),
+                    logs=self.run_dir / "logs",
+                    ask=services.call,
+                    inherit=self._inherit,
+                )
                 engines = RunEngines(config, self.run_dir, self.children, self._inherit)
                 stack.push_async_callback(engines.close)
                 await self._start_children(engines, phases)
@@ -306,7 +276,13 @@ class Assembly:
     ) -> FinishRun:
         config = self.config
         core = Core(
-            core_setup(config, environments.sizes, environments.fingerprints),
+            core_setup(
+                config,
+                environments.sizes,
+                environments.fingerprints,
+                whole_groups=environments.whole_groups,
+                samplers=own_samplers(config),
+            ),
             admission_of(config, environments.scores_groups),
             scheduling_of(config),
         )

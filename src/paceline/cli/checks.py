@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import socket
+import tempfile
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +22,8 @@ from paceline.config import (
     EmbeddedEngine,
     EnvSection,
     EvalSection,
+    ProcessWorkers,
+    RayWorkers,
     ReferenceTrainer,
     RunConfig,
     SglangEngine,
@@ -33,6 +36,7 @@ from paceline.runtime.doctor import Check, Finding, examine
 if TYPE_CHECKING:
     from paceline.config.load import Loaded
     from paceline.engines.http import ServerFacts
+    from paceline.envs.workers.wire import Opened
 
 _SMALL_DISK = 512 * 2**20
 _PROBE_S = 3.0
@@ -301,21 +305,32 @@ def _is_installed(package: str) -> bool:
 
 def _env_check(config: RunConfig, section: EnvSection | EvalSection) -> Callable[[], list[Finding]]:
     def check() -> list[Finding]:
+        from paceline.cli.environments import check_group
         from paceline.cli.prompts import prompt_findings
         from paceline.envs.registry import environment_class, make_environment, tasks_of
+        from paceline.envs.tool_env import declares_tools as declares_tools_of
 
         split: Split = "train" if isinstance(section, EnvSection) else "eval"
         table = "env" if split == "train" else "eval"
-        with _ONE_IMPORTS:
-            environment_class(section.id)
-        environment = make_environment(section.id, section.args)
         found: list[Finding] = []
-        try:
-            source = tasks_of(environment, split, section.label)
-            found += prompt_findings(config, section, environment, source, _model_here(config))
-        finally:
-            asyncio.run(environment.close())  # the run makes its own
-        size = source.size
+        if isinstance(section.workers, RayWorkers):
+            return [_ray_check(section.label)]
+        if isinstance(section.workers, ProcessWorkers):
+            opened = asyncio.run(_try_worker(section, split))
+            size, declares_tools, name = opened.size, opened.has_tools, section.id
+        else:
+            with _ONE_IMPORTS:
+                environment_class(section.id)
+            environment = make_environment(section.id, section.args)
+            try:
+                check_group(section, environment)
+                source = tasks_of(environment, split, section.label)
+                size = source.size
+                found += prompt_findings(config, section, environment, source, _model_here(config))
+                declares_tools = declares_tools_of(environment)
+                name = type(environment).__name__
+            finally:
+                asyncio.run(environment.close())  # the run makes its own
         if isinstance(section, EvalSection) and size is not None and section.examples > size:
             found.append(
                 Finding(
@@ -339,6 +354,27 @@ def _env_check(config: RunConfig, section: EnvSection | EvalSection) -> Callable
         return found or [Finding("ok", f"{table} {section.label!r}", f"{told} {split} tasks")]
 
     return check
+
+
+async def _try_worker(section: EnvSection | EvalSection, split: Split) -> Opened:
+    """What one worker of the environment says of it. ConfigError when it does not come up."""
+    from paceline.cli.environments import check_group, environment_of
+
+    alone = section.model_copy(update={"workers": section.workers.model_copy(update={"count": 1})})
+    with tempfile.TemporaryDirectory() as logs:
+        environment = await environment_of(alone, split, logs=Path(logs))
+        try:
+            check_group(section, environment)
+            opened: Opened = environment.pool.opened  # type: ignore[attr-defined]
+        finally:
+            await environment.close()
+    return opened
+
+
+def _ray_check(label: str) -> Finding:
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError(f"env {label!r} runs on Ray, which is not installed: pip install 'paceline[ray]'")
+    return Finding("ok", f"env {label!r}", "runs on Ray; its tasks are counted when the run starts")
 
 
 def _algorithms(config: RunConfig) -> list[Finding]:

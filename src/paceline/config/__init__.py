@@ -21,8 +21,8 @@ from paceline.config.filters import (
     RepetitionFilter,
 )
 from paceline.config.metrics import MetricsSection, PrometheusSection, TensorboardSection, WandbSection
-from paceline.config.model import ModelSection, SamplingOverride, SamplingSection
 from paceline.config.mix import MixSection
+from paceline.config.model import ModelSection, SamplingOverride, SamplingSection
 from paceline.config.run import RunConfig, RunSection
 from paceline.config.scheduling import (
     OverlapScheduling,
@@ -31,8 +31,8 @@ from paceline.config.scheduling import (
     SynchronousScheduling,
 )
 from paceline.config.trainer import CheckpointSection, ExternalTrainer, ReferenceTrainer, TrainerSection
-
 from paceline.config.workers import InlineWorkers, ProcessWorkers, RayWorkers, WorkersSection
+
 __all__ = [
     "AdaptiveAdmission",
     "AdmissionSection",
@@ -48,21 +48,21 @@ __all__ = [
     "FiltersSection",
     "FixedAdmission",
     "GibberishFilter",
+    "InlineWorkers",
     "LengthFilter",
     "Limits",
-    "InlineWorkers",
     "MetricsSection",
+    "MixSection",
     "ModelSection",
     "OverlapScheduling",
-    "MixSection",
     "OverprovisionScheduling",
     "PreFilter",
     "PredictiveAdmission",
-    "PrometheusSection",
-    "ReferenceTrainer",
     "ProcessWorkers",
-    "RepetitionFilter",
+    "PrometheusSection",
     "RayWorkers",
+    "ReferenceTrainer",
+    "RepetitionFilter",
     "RunConfig",
     "RunSection",
     "SamplingOverride",
@@ -75,5 +75,5 @@ __all__ = [
     "TrainerSection",
     "VllmEngine",
     "WandbSection",
-]
     "WorkersSection",
+]

@@ -47,9 +47,9 @@ class RunConfig(Section):
     """How tokens are drawn."""
     env: tuple[EnvSection, ...] = Field(min_length=1)
     """Environments trained on, mixed by `weight`."""
-    eval: tuple[EvalSection, ...] = ()
     mix: MixSection = MixSection()
     """What the environments' weights are shares of."""
+    eval: tuple[EvalSection, ...] = ()
     """Held-out measurements."""
     engine: EngineSection = EmbeddedEngine()
     """Where tokens come from."""

@@ -8,14 +8,17 @@ state has to be saved: the counters are the state.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.mix import Mix
+from paceline.core.samplers.base import TaskSampler
 from paceline.core.streams import key, permutation, uniform
+from paceline.domain.group import GroupResult
 from paceline.domain.ids import EnvName
 from paceline.domain.task import TaskRef
 
@@ -27,7 +30,8 @@ class Source(msgspec.Struct, frozen=True):
     size: int | None
     """Tasks of one epoch; None for an endless source, whose task n is simply index n."""
     weight: float = 1.0
-    sampler: Literal["shuffled", "sequential"] = "shuffled"
+    sampler: str = "shuffled"
+    """`shuffled`, `sequential`, or the name of one that learns (`paceline.core.samplers`)."""
     epochs: int | None = None
     """Walks through before it is exhausted; None for ever."""
     fingerprint: str = ""
@@ -37,10 +41,12 @@ class Source(msgspec.Struct, frozen=True):
 class Sampler:
     """The task order of one environment. One draw is O(1), and O(size) once an epoch."""
 
-    __slots__ = ("_epoch", "_order", "_seed", "drawn", "redraw", "source")
+    __slots__ = ("_epoch", "_order", "_seed", "drawn", "learning", "redraw", "source")
 
-    def __init__(self, source: Source, seed: int) -> None:
+    def __init__(self, source: Source, seed: int, learning: TaskSampler | None = None) -> None:
         self.source = source
+        self.learning = learning
+        """Chooses the task, where that depends on how tasks went."""
         self.drawn = 0
         """Draws so far, redraws not counted."""
         self.redraw: deque[TaskRef] = deque()
@@ -65,6 +71,8 @@ class Sampler:
         if source.size is None:
             return TaskRef(source.env, "train", n)
         epoch, position = divmod(n, source.size)
+        if self.learning is not None:
+            return TaskRef(source.env, "train", self.learning.draw(n), epoch)
         if source.sampler == "sequential":
             return TaskRef(source.env, "train", position, epoch)
         if epoch != self._epoch or self._order is None:
@@ -76,10 +84,19 @@ class Sampler:
 class Curriculum:
     """Draws groups over all training environments."""
 
-    __slots__ = ("_draws", "_key", "samplers")
+    __slots__ = ("_draws", "_key", "mix", "samplers")
 
-    def __init__(self, sources: Sequence[Source], seed: int) -> None:
-        self.samplers = {source.env: Sampler(source, seed) for source in sources}
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        seed: int,
+        *,
+        mix: Mix | None = None,
+        learning: Mapping[EnvName, TaskSampler] = {},
+    ) -> None:
+        """`mix` says the shares of draws; without it they are the weights. `learning`: samplers that learn."""
+        self.samplers = {source.env: Sampler(source, seed, learning.get(source.env)) for source in sources}
+        self.mix = mix
         self._key = key(seed, "mix")
         self._draws = 0
 
@@ -87,7 +104,24 @@ class Curriculum:
     def exhausted(self) -> bool:
         return all(sampler.exhausted for sampler in self.samplers.values())
 
+    def closed(self, task: TaskRef, result: GroupResult) -> None:
+        """A group of a task was processed: what it brought is told to the mix and to the task's sampler."""
+        sampler = self.samplers.get(task.env)
+        if sampler is not None and sampler.learning is not None:
+            sampler.learning.seen(task.index, result.reward_mean, result.reward_variance)
+        if self.mix is not None:
+            queued = [verdict for verdict in result.verdicts if verdict.fate == "queued"]
+            tokens = sum([sample.tokens for verdict in queued for sample in verdict.samples])
+            self.mix.returned(task.env, len(queued), tokens)
+
     def draw(self, may: Callable[[EnvName], bool]) -> TaskRef | None:
+        """`_draw`, told to the mix."""
+        task = self._draw(may)
+        if task is not None and self.mix is not None:
+            self.mix.drawn(task.env)
+        return task
+
+    def _draw(self, may: Callable[[EnvName], bool]) -> TaskRef | None:
         """The next task of an environment that `may` start a group now; None when there is none.
 
         An environment that may not (its start rate is used up) passes its turn to the others instead of
@@ -104,9 +138,12 @@ class Curriculum:
         self._draws += 1  # also where there is no choice: then the draws of the environments add up to it
         if len(open_to) == 1:
             return open_to[0].draw()
-        at = uniform(self._key, number) * sum(s.source.weight for s in open_to)
-        for sampler in open_to:
-            at -= sampler.source.weight
+        weights = [s.source.weight for s in open_to]
+        if self.mix is not None:
+            weights = self.mix.shares([s.source.env for s in open_to])
+        at = uniform(self._key, number) * sum(weights)
+        for sampler, weight in zip(open_to, weights, strict=True):
+            at -= weight
             if at < 0:
                 return sampler.draw()
         return open_to[-1].draw()
@@ -118,8 +155,11 @@ class Curriculum:
             pending[sampler.source.env] += [(t.index, t.epoch) for t in sampler.redraw]
         for task in unfinished:
             pending[task.env].append((task.index, task.epoch))
+        learnt = {env: s.learning.snapshot() for env, s in self.samplers.items() if s.learning is not None}
         return {
             "draws": self._draws,
+            "mix": None if self.mix is None else self.mix.snapshot(),
+            "learnt": learnt,
             "envs": {
                 env: {"drawn": s.drawn, "fingerprint": s.source.fingerprint, "redraw": pending[env]}
                 for env, s in self.samplers.items()
@@ -134,6 +174,8 @@ class Curriculum:
         fingerprint of None, where nobody noted it, is taken for the same.
         """
         self._draws = state["draws"]
+        if self.mix is not None and state.get("mix"):
+            self.mix.restore(state["mix"])
         warnings = []
         for env, saved in state["envs"].items():
             sampler = self.samplers.get(env)
@@ -149,4 +191,7 @@ class Curriculum:
                 sampler.drawn = saved["drawn"]
                 sampler.redraw.extend(TaskRef(env, "train", i, e) for i, e in saved["redraw"])
                 sampler.redraw.extend(task for task in unfinished if task.env == env)
+                learnt = state.get("learnt", {}).get(env)
+                if sampler.learning is not None and learnt is not None:
+                    sampler.learning.restore(learnt)
         return warnings

@@ -50,7 +50,12 @@ class Launcher:
         account: Account,
         out: Outbox,
     ) -> None:
-        self.curriculum = Curriculum([spec.source for spec in setup.train], setup.seed)
+        self.curriculum = Curriculum(
+            [spec.source for spec in setup.train],
+            setup.seed,
+            mix=setup.mix() if setup.mix_by != "draws" else None,
+            learning={spec.name: spec.sampler() for spec in setup.train if spec.sampler is not None},
+        )
         self.pacing = Pacing(
             setup.lag, setup.target_rollouts, setup.target_tokens, tokens_guess=max(1, setup.seq_len // 2)
         )
@@ -72,6 +77,7 @@ class Launcher:
         self._account = account
         self._out = out
         self._specs = {spec.name: spec for spec in setup.train}
+        self._most = {s.name: s.max_concurrent for s in setup.train if s.max_concurrent}
         self._rates = {s.name: StartRate(s.tasks_per_minute) for s in setup.train if s.tasks_per_minute}
         self._launchable: dict[EnvName, deque[OpenGroup]] = {spec.name: deque() for spec in setup.train}
         self._group_key = key(setup.seed, "group")
@@ -92,13 +98,15 @@ class Launcher:
                 pass
         while free > 0:
             if self.evals and self._flights.evals < eval_limit:
+                if not self._fits(self.evals[0], free):
+                    return
                 self._start_eval()
             elif draining:
                 return
             elif by_order:
                 if not self._policy.seat_next():
                     return
-            elif not self._start_train(cut, processing):
+            elif not self._start_train(cut, processing, free):
                 return
             free -= 1
 
@@ -198,13 +206,26 @@ class Launcher:
         if not group.owes_launches:
             self.evals.popleft()
 
-    def _start_train(self, cut: int, processing: int) -> bool:
+    def _fits(self, group: OpenGroup, free: int) -> bool:
+        """Whether a group may start its next member with `free` permits. One that runs whole starts with all of its
+        members or waits, and nothing else is started before it; one that is larger than all permits together waits
+        until nothing runs, and then runs alone: a wait for more permits than there are would never end."""
+        if not self._is_whole(group) or group.launched or free >= group.size:
+            return True
+        return not len(self._flights)
+
+    def _is_whole(self, group: OpenGroup) -> bool:
+        return (group.task.split, group.task.env) in self._setup.whole_groups
+
+    def _start_train(self, cut: int, processing: int, free: int) -> bool:
         """Continue an open group, else open a fresh one; False when neither may start now."""
         group = self._oldest_owing() if self.owing else None
         if group is None:
             group = self._open_next(cut, processing)
             if group is None:
                 return False
+        if not self._fits(group, free):
+            return False
         env = group.task.env
         if env in self._rates:
             self._rates[env].take(self._out.now)
@@ -249,6 +270,10 @@ class Launcher:
         return engine is not None and self._fleet.is_worth_waiting_for(engine, group.task.env, self._out.now)
 
     def _rate_allows(self, env: EnvName) -> bool:
+        """Whether an environment may start a rollout now, by its own limits."""
+        most = self._most.get(env)
+        if most is not None and self._flights.of_env.get(env, 0) >= most:
+            return False  # the end of one of them asks again
         rate = self._rates.get(env)
         if rate is None or rate.free(self._out.now):
             return True
@@ -296,6 +321,8 @@ class Launcher:
 
     def _start(self, group: OpenGroup, engine: EngineState | None = None) -> None:
         engine = engine or self._fleet.place(group.engine)
+        if engine is None and self._is_whole(group):
+            engine = self._fleet.place_anyway()
         if engine is None:
             raise InvariantError(f"no engine has room for group {group.id}, but a permit was free")
         if group.retries:

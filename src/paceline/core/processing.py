@@ -24,6 +24,7 @@ from paceline.core.advantages.base import Advantages, Algorithm, GroupView, Serv
 from paceline.core.filters import detect, has_signal
 from paceline.core.samples import Built, RecordRefused, build_samples
 from paceline.domain.group import ClosedGroup, Fate, GroupResult, Verdict
+from paceline.domain.ids import RolloutId
 from paceline.domain.rollout import Rollout
 from paceline.domain.sample import Sample
 
@@ -106,9 +107,25 @@ def service_requests(
     if getattr(type(algorithm), "requests", None) is Algorithm.requests:
         return ()
     members = _members(group, rules)
+    return tuple([request for role in _by_role(members) for request in _asked(group, role, algorithm)])
+
+
+def _asked(
+    group: ClosedGroup, members: Sequence[_Member], algorithm: Algorithm
+) -> tuple[ServiceRequest, ...]:
+    if getattr(type(algorithm), "requests", None) is Algorithm.requests:
+        return ()
     if not any(member.fate == "queued" for member in members):
         return ()
     return tuple(algorithm.requests(_view(group, members)))
+
+
+def _by_role(members: Sequence[_Member]) -> list[list[_Member]]:
+    """Members that are compared with each other: all, unless several agents played."""
+    roles: dict[str, list[_Member]] = {}
+    for member in members:
+        roles.setdefault(member.rollout.role, []).append(member)
+    return list(roles.values())
 
 
 def process_group(
@@ -125,12 +142,19 @@ def process_group(
     """
     members = _members(group, rules, build)
     voting = [float(m.rollout.reward) for m in members if m.votes and m.rollout.reward is not None]
-    if any([member.fate == "queued" for member in members]):
-        view = _view(group, members)
-        answer = algorithm.advantages(view, replies)
-        verdicts = _judged(members, view, answer, rules, algorithm.name)
+    roles = _by_role(members)
+    if len(roles) == 1:
+        verdicts = _of_role(group, members, replies, rules, algorithm)
     else:
-        verdicts = tuple([_verdict(member) for member in members])
+        # In the order of the requests; the verdicts in the order of arrival.
+        by_id: dict[RolloutId, Verdict] = {}
+        answers = list(replies)
+        for role in roles:
+            asked = len(_asked(group, role, algorithm))
+            mine, answers = answers[:asked], answers[asked:]
+            for verdict in _of_role(group, role, mine, rules, algorithm):
+                by_id[verdict.rollout] = verdict
+        verdicts = tuple([by_id[member.rollout.id] for member in members])
     mean = math.fsum(voting) / len(voting) if voting else None
     return GroupResult(
         group=group.id,
@@ -140,6 +164,19 @@ def process_group(
         dead=_dead(verdicts),
         references=tuple(voting) if any([m.fate == "deferred" for m in members]) else (),
     )
+
+
+def _of_role(
+    group: ClosedGroup,
+    members: Sequence[_Member],
+    replies: Sequence[Any],
+    rules: GroupRules,
+    algorithm: Algorithm,
+) -> tuple[Verdict, ...]:
+    if not any([member.fate == "queued" for member in members]):
+        return tuple([_verdict(member) for member in members])
+    view = _view(group, members)
+    return _judged(members, view, algorithm.advantages(view, replies), rules, algorithm.name)
 
 
 def broken_group(group: ClosedGroup, error: str) -> GroupResult:
@@ -203,7 +240,10 @@ def _examined(member: _Member, rules: GroupRules, build: Build) -> _Member:
     truncated = built.ending == "truncated"
     member.built = built
     member.votes = rules.truncated_votes if truncated else True
-    if built.overlong:
+    if not rollout.trains:
+        member.votes = False
+        member.fate, member.reason = "filtered", f"role {rollout.role!r} is frozen: it is played against"
+    elif built.overlong:
         member.fate, member.reason = "overlong", built.overlong
     elif truncated and not rules.truncated_trains:
         member.fate, member.reason = (

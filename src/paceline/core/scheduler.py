@@ -251,6 +251,7 @@ class Core:
             self.list.add(verdict, env)
         if tokens:
             raise InvariantError(f"group {result.group}: no verdict on {sorted(map(str, tokens))}")
+        self.curriculum.closed(group.task, result)
         self.pacing.taken -= group.places - listed
         self._forget(result.group)
         if self._hears_endings is not None:
@@ -334,6 +335,8 @@ class Core:
     def _may_retry(self, rollout: Rollout) -> bool:
         if self._draining is not None or rollout.outcome.ending != "failed":
             return False
+        if (rollout.task.split, rollout.task.env) in self.setup.whole_groups:
+            return False  # its members run together, in one call: none can be tried again by itself
         limit = self._specs[rollout.task.env].max_attempts
         return rollout.outcome.cause in _RETRIED and rollout.id.attempt + 1 < limit
 
@@ -398,6 +401,8 @@ class Core:
             whole = stale.action == "dropped"
             if whole:
                 self.pacing.taken -= 1
+                if self.curriculum.mix is not None:
+                    self.curriculum.mix.lost(stale.env, 1, stale.tokens)
             if stale.action != "trained":
                 account = self.account.of("train", stale.env)
                 account.move("queued", "stale", stale.tokens, rollouts=int(whole))

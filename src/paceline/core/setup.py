@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Final, Literal
 
 import msgspec
 
 from paceline.config import EnvSection, EvalSection, RunConfig
 from paceline.core.curriculum import Source
+from paceline.core.mix import Mix, MixBy, MixTarget
+from paceline.core.samplers import LEARNING, TaskSampler, build_sampler
+from paceline.core.streams import key
 from paceline.domain.ids import EnvName
+from paceline.errors import ConfigError
 
 OnStale = Literal["drop", "train", "mask_tokens"]
+
+_KEEP_GROUPS_WHOLE: Final = ("overlap", "synchronous")
+"""Scheduling policies under which a group's members start together and are never put off one by one."""
 
 
 class TrainSpec(msgspec.Struct, frozen=True):
@@ -22,6 +30,11 @@ class TrainSpec(msgspec.Struct, frozen=True):
     max_attempts: int
     tasks_per_minute: float | None
     on_stale: OnStale
+    max_concurrent: int | None = None
+    floor: float | None = None
+    ceiling: float | None = None
+    sampler: Callable[[], TaskSampler] | None = None
+    """Makes the sampler of its tasks, where that learns how they go."""
 
     @property
     def name(self) -> EnvName:
@@ -52,25 +65,73 @@ class CoreSetup(msgspec.Struct, frozen=True):
     """Park the youngest rollouts under overload; else they are cancelled."""
     segment_tokens: int | None = None
     """Tokens that one engine request may sample; None sets no limit."""
+    mix_by: MixBy = "draws"
+    """What the environments' weights are shares of."""
+    whole_groups: frozenset[tuple[str, EnvName]] = frozenset()
+    """Environments, with their split, whose groups run in one call."""
+
+    def mix(self) -> Mix:
+        """A new mix. ConfigError for floors and ceilings that cannot be."""
+        batch = self.target_tokens if self.mix_by == "tokens" else self.target_rollouts
+        size = max(spec.group_size for spec in self.train)
+        targets = [
+            MixTarget(spec.name, spec.source.weight, spec.group_size, spec.floor, spec.ceiling)
+            for spec in self.train
+        ]
+        # Where batches are counted otherwise than the mix: some groups, and half a sequence a rollout.
+        guess = 8 * size * (self.seq_len // 2 if self.mix_by == "tokens" else 1)
+        return Mix(targets, self.mix_by, float(batch or guess))
 
 
-def train_spec(section: EnvSection, size: int | None, fingerprint: str) -> TrainSpec:
-    """`size`: tasks of an epoch, None for an endless source."""
+def train_spec(
+    section: EnvSection,
+    size: int | None,
+    fingerprint: str,
+    seed: int = 0,
+    samplers: Mapping[EnvName, type[TaskSampler]] = {},
+) -> TrainSpec:
+    """`size`: tasks of an epoch, None for an endless source. `samplers`: the users' own, by environment."""
+    sampler: Callable[[], TaskSampler] | None = None
+    if (factory := samplers.get(section.label) or LEARNING.get(section.sampler)) is not None:
+        mine = key(seed, "sampler", section.label)
+        sampler = partial(build_sampler, section.sampler, factory, size, mine, section.sampler_args)
+        sampler()  # what does not fit is said now
     source = Source(section.label, size, section.weight, section.sampler, section.epochs, fingerprint)
     return TrainSpec(
-        source, section.group_size, section.max_attempts, section.tasks_per_minute, section.on_stale
+        source,
+        section.group_size,
+        section.max_attempts,
+        section.tasks_per_minute,
+        section.on_stale,
+        section.max_concurrent,
+        section.draw_floor,
+        section.draw_ceiling,
+        sampler,
     )
 
 
 def core_setup(
-    config: RunConfig, sizes: Mapping[tuple[str, EnvName], int | None], fingerprints: Mapping[EnvName, str]
+    config: RunConfig,
+    sizes: Mapping[tuple[str, EnvName], int | None],
+    fingerprints: Mapping[EnvName, str],
+    *,
+    whole_groups: Collection[tuple[str, EnvName]] = (),
+    samplers: Mapping[EnvName, type[TaskSampler]] = {},
 ) -> CoreSetup:
-    """Reduce a config. `sizes` by (split, name): tasks of an epoch, None for endless."""
+    """Reduce a config. `sizes` by (split, name): tasks of an epoch, None for endless. `whole_groups`: environments
+    whose groups run in one call. `samplers`: the users' own. ConfigError for what does not fit together."""
+    if whole_groups and config.scheduling.type not in _KEEP_GROUPS_WHOLE:
+        split, name = next(iter(whole_groups))
+        raise ConfigError(
+            f"env {name!r} runs its groups in one call, and scheduling.type {config.scheduling.type!r} starts and "
+            f"stops rollouts one by one: use {' or '.join(map(repr, _KEEP_GROUPS_WHOLE))}"
+        )
     return CoreSetup(
         seed=config.run.seed,
         max_steps=config.run.max_steps,
         train=tuple(
-            train_spec(e, sizes["train", e.label], fingerprints.get(e.label, "")) for e in config.env
+            train_spec(e, sizes["train", e.label], fingerprints.get(e.label, ""), config.run.seed, samplers)
+            for e in config.env
         ),
         evals=config.eval,
         examples={e.label: min(e.examples, sizes["eval", e.label] or e.examples) for e in config.eval},
@@ -86,4 +147,6 @@ def core_setup(
         engine_wait_s=config.engine.lost_s,
         park=config.admission.park,
         segment_tokens=config.scheduling.segment_tokens,
+        mix_by=config.mix.by if len(config.env) > 1 else "draws",
+        whole_groups=frozenset(whole_groups),
     )

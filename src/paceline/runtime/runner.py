@@ -340,6 +340,9 @@ class _Run:
             model_s=model.model_s,
             gate_s=model.gate_s,
             messages=model.messages(),
+            turn_rewards=_by_turn(said.turn_rewards, len(model.recorder.turns)),
+            role=said.role,
+            trains=said.trains,
             info=_storable(said.info) if said.info else said.info,
         )
 
@@ -397,6 +400,7 @@ def _scored(result: Result) -> tuple[Result, str]:
         reward = None if result.reward is None else float(result.reward)
         rewards = {str(k): float(v) for k, v in result.rewards.items()} if result.rewards else {}
         metrics = {str(k): float(v) for k, v in result.metrics.items()} if result.metrics else {}
+        turn_rewards = tuple([float(earned) for earned in result.turn_rewards]) if result.turn_rewards else ()
     except (
         Exception
     ) as error:  # anybody's objects are asked here: an integer too large for a float, no mapping
@@ -406,7 +410,13 @@ def _scored(result: Result) -> tuple[Result, str]:
         why = "the environment gave no reward"
     elif not math.isfinite(reward):
         reward, why = None, f"the reward is {reward}"
-    return Result(reward, rewards, metrics, result.truncated, result.info), why
+    made = {"rewards": rewards, "metrics": metrics, "turn_rewards": turn_rewards}
+    return msgspec.structs.replace(result, reward=reward, **made), why
+
+
+def _by_turn(rewards: tuple[float, ...], turns: int) -> tuple[float, ...] | None:
+    """One reward a turn; a turn that was cut short before it was judged earned nothing."""
+    return (*rewards, *[0.0] * (turns - len(rewards))) if rewards else None
 
 
 def _no_limit(named: object) -> Outcome:

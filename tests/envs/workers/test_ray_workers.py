@@ -1,0 +1,89 @@
+"""The same workers as Ray actors, on a local cluster of several nodes. Skipped, and said so, without the ray extra."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worker_kit import HERE, inside
+
+ray = pytest.importorskip("ray", reason="needs the ray extra: pip install 'paceline[ray]'")
+
+pytestmark = [
+    pytest.mark.ray,
+    # Ray's own sockets and pipes are left for the interpreter's end to close.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head without slots, and two hosts with two sandbox slots each."""
+    from ray.cluster_utils import Cluster
+
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "240")  # machines are busy
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    hosts = [made.add_node(num_cpus=4, resources={"sandbox": 2}) for _ in range(2)]
+    ray.init(address=made.address, log_to_driver=False, configure_logging=False)
+    made.hosts = hosts
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+RAY: dict[str, Any] = {"type": "ray", "cpus": 1, "resources": {"sandbox": 1}}
+
+
+async def test_actors_run_the_same_environment_where_their_resources_are(
+    cluster: Any, tmp_path: Path
+) -> None:
+    async with inside(tmp_path, "Echo", count=4, **RAY) as run:
+        rollouts = await asyncio.gather(*(run.roll_out(m, index=m) for m in range(8)))
+        assert {r.outcome.ending for r in rollouts} == {"completed"}
+        assert [r.info["data"] for r in rollouts] == [f"task {n}" for n in range(8)]
+        pids = {int(r.metrics["pid"]) for r in rollouts}
+        assert len(pids) == 4
+        assert os.getpid() not in pids
+        assert run.gate.granted == 8
+        used = ray.cluster_resources()["sandbox"] - ray.available_resources().get("sandbox", 0.0)
+        assert used == 4.0
+
+
+async def test_s78_a_killed_actor_costs_its_rollouts_a_retry_and_is_replaced(
+    cluster: Any, tmp_path: Path
+) -> None:
+    async with inside(tmp_path, "Told", {"does": "wait", "seconds": 60}, **RAY) as run:
+        pending = [asyncio.create_task(run.roll_out(m)) for m in range(3)]
+        await run.when(lambda: len(run.engine.requests) == 3)
+        os.kill(run.pool.opened.pid, signal.SIGKILL)
+        ended = await asyncio.gather(*pending)
+        assert {r.outcome.cause for r in ended} == {"infrastructure"}
+        await run.when(lambda: len(run.pool.workers) == 1)
+        assert run.pool.deaths == 1
+
+
+async def test_a_deadline_reaches_into_an_actor(cluster: Any, tmp_path: Path) -> None:
+    async with inside(
+        tmp_path, "Told", {"does": "stubborn", "seconds": 60}, limits={"deadline_s": 1.0}, **RAY
+    ) as run:
+        rollout = await run.roll_out()
+        assert (rollout.outcome.ending, rollout.outcome.cause, rollout.reward) == (
+            "truncated",
+            "deadline",
+            0.25,
+        )
+
+
+async def test_a_retry_finds_the_new_actor(cluster: Any, tmp_path: Path) -> None:
+    async with inside(tmp_path, "Told", {"does": "kill once"}, count=1, **RAY) as run:
+        assert (await run.roll_out()).outcome.cause == "infrastructure"
+        assert (await run.roll_out(attempt=1)).outcome.ending == "completed"

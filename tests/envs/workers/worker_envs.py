@@ -1,0 +1,92 @@
+"""Environments for worker tests. Imported in the workers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from typing import Any
+
+from paceline.domain.task import Split
+from paceline.envs import Context, Environment, InfrastructureError, ListTasks, Model, Result, SingleTurnEnv
+
+
+class Echo(SingleTurnEnv):
+    """One turn: the reward is the length of the answer."""
+
+    def tasks(self, split: Split) -> ListTasks:
+        return ListTasks([f"task {n}" for n in range(10)])
+
+    def prompt(self, data: Any) -> str:
+        return f"say {data}"
+
+    def score(self, data: Any, text: str) -> Result:
+        return Result(float(len(text)), metrics={"pid": float(os.getpid())}, info={"data": data})
+
+
+class Told(Environment):
+    """Does what its args say."""
+
+    def __init__(self, does: str = "answer", seconds: float = 0.0) -> None:
+        self.does = does
+        self.seconds = seconds
+
+    def tasks(self, split: Split) -> ListTasks:
+        return ListTasks(["one", "two"])
+
+    async def rollout(self, task: Any, model: Model, ctx: Context) -> Result:
+        ctx.state = 0.25
+        reply = await model.chat(f"{task.data} {ctx.group_rng.integers(1000)}")
+        if self.does == "kill" or (self.does == "kill once" and ctx.rollout.attempt == 0):
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.does == "block":
+            time.sleep(self.seconds)  # noqa: ASYNC251 (what it is there for)
+        elif self.does == "wait":
+            await asyncio.sleep(self.seconds)
+        elif self.does == "stubborn":
+            try:
+                await asyncio.sleep(self.seconds)
+            except asyncio.CancelledError:
+                await asyncio.sleep(0.3)
+                raise
+        elif self.does == "raise":
+            raise ValueError("no such thing")
+        elif self.does == "infrastructure":
+            raise InfrastructureError("sandbox lost")
+        elif self.does == "cancel itself":
+            raise asyncio.CancelledError
+        elif self.does == "leak":
+            self.kept = [*getattr(self, "kept", []), bytearray(60 << 20)]
+        elif self.does == "allocate":
+            bytearray(2 << 30)
+        elif self.does == "talk":
+            for n in range(100):
+                await model.chat(f"and {n}")
+        elif self.does == "cold":
+            async with self.cold_start():
+                await asyncio.sleep(self.seconds)
+        elif self.does == "cold kill":
+            async with self.cold_start():
+                os.kill(os.getpid(), signal.SIGKILL)
+        elif self.does == "ask":
+            return Result(float(await self.ask("judge", {"text": reply.text})))
+        return Result(1.0, info={"pid": os.getpid(), "last": reply.text})
+
+    async def on_truncated(self, task: Any, model: Model, ctx: Context, limit: Any) -> Result | None:
+        assert model.last is not None
+        return Result(ctx.state, info={"last": model.last.text})
+
+
+class Broken(Environment):
+    """Cannot be made."""
+
+    def __init__(self) -> None:
+        raise RuntimeError("the licence server is down")
+
+
+class Dies(Environment):
+    """Takes its process with it while it is made."""
+
+    def __init__(self) -> None:
+        os._exit(7)
