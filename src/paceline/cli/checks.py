@@ -569,6 +569,15 @@ def _server_findings(loaded: Loaded[RunConfig], url: str, facts: ServerFacts) ->
                 facts.remedies.metrics,
             )
         )
+    if loaded.value.engine.type == "vllm" and loaded.value.engine.router == url:
+        found.append(
+            Finding(
+                "warning",
+                f"engine {url} is a router whose servers are not known",
+                "admission goes by latency alone, and pauses and weights must be passed on to every server",
+                "name the servers in engine.urls",
+            )
+        )
     if facts.max_model_len:
         found += [
             finding

@@ -17,17 +17,18 @@ import secrets
 import sys
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from paceline.cli.engine_list import FILE, follow, write_list
 from paceline.cli.paused import FileMarks
-from paceline.config import EmbeddedEngine, RunConfig, SglangEngine
+from paceline.config import EmbeddedEngine, RunConfig, SglangEngine, VllmEngine
 from paceline.domain.events import EngineJoined, EngineLost, Event
 from paceline.domain.ids import EngineId, Version
 from paceline.engines import sglang
 from paceline.engines.embedded.options import TOKEN_VARIABLE, EngineOptions
-from paceline.engines.http import HttpEngine, Limits, connect
+from paceline.engines.http import HttpEngine, Limits, RouterEngine, connect, connect_router
 from paceline.errors import EngineError
 from paceline.ports import Engine
 from paceline.runtime.processes import ChildProcess
@@ -79,6 +80,13 @@ class RunEngines:
         """
         section = self._config.engine
         count = section.replicas if isinstance(section, EmbeddedEngine) else len(section.urls)
+        if self._router is not None:
+            count = 1
+            if self._is_blind:
+                log.warning(
+                    "engine.urls names the router alone: its servers' metrics are not known, so admission goes by "
+                    "latency, and pauses and weights reach every server only if the router passes them on to each"
+                )
         numbers = range(count)
         if not isinstance(section, EmbeddedEngine):
             self._urls = {self._name(n): url.rstrip("/") for n, url in enumerate(section.urls)}
@@ -88,19 +96,18 @@ class RunEngines:
             engines = await asyncio.gather(*(self._open(n, version, weights) for n in numbers))
         for number, engine in zip(numbers, engines, strict=True):
             # A server that runs on from an earlier run holds that run's last weights, whatever their number.
-            left = not is_ours and self._marks.has(self._urls[engine.info.id])
-            if engine.version != version or (version and not is_ours) or left:
+            if engine.version != version or (not is_ours and (version or self._is_unsure_of(engine))):
                 with during(f"loading v{version} into {engine.info.id}, and checking that it is in"):
                     await engine.update_weights(version, str(weights))
             self.slots[engine.info.id] = EngineSlot(engine, self._renewer(number))
-        if not isinstance(section, EmbeddedEngine):
+        if not isinstance(section, EmbeddedEngine) and self._router is None:
             write_list(self._run_dir, tuple(self._urls.values()))
 
     async def follow_list(self, post: Callable[[Event], None], poll: Callable[[Engine], Poll]) -> None:
         """Read the engines' loads by `poll`, for ever; add and take out servers as the run's list of engines says."""
         async with asyncio.TaskGroup() as tasks:
             polls = {name: tasks.create_task(poll(slot)) for name, slot in self.slots.items()}
-            if isinstance(self._config.engine, EmbeddedEngine):
+            if isinstance(self._config.engine, EmbeddedEngine) or self._router is not None:
                 return
             draining: dict[EngineId, asyncio.Task[None]] = {}
 
@@ -157,7 +164,7 @@ class RunEngines:
     async def _drain(self, name: EngineId, poll: asyncio.Task[None]) -> None:
         """Close the client of a server that was taken out, once the calls under way have ended."""
         engine = self.slots[name].engine
-        while isinstance(engine, HttpEngine) and engine.is_busy:  # noqa: ASYNC110
+        while isinstance(engine, HttpEngine | RouterEngine) and engine.is_busy:  # noqa: ASYNC110
             await asyncio.sleep(_DRAIN_POLL_S)
         poll.cancel()
         await engine.close()
@@ -210,7 +217,7 @@ class RunEngines:
 
     def _version_of(self, slot: EngineSlot) -> Version:
         engine = slot.engine
-        return engine.version if isinstance(engine, HttpEngine) else 0
+        return engine.version if isinstance(engine, HttpEngine | RouterEngine) else 0
 
     def _renewer(self, number: int) -> Callable[[], asyncio.Future[tuple[Engine, Version]]]:
         async def renew() -> tuple[Engine, Version]:
@@ -219,7 +226,7 @@ class RunEngines:
 
         return lambda: asyncio.ensure_future(renew())
 
-    async def _open(self, number: int, version: Version, weights: Path) -> HttpEngine:
+    async def _open(self, number: int, version: Version, weights: Path) -> HttpEngine | RouterEngine:
         section = self._config.engine
         if isinstance(section, EmbeddedEngine):
             await self._close_process(number)
@@ -233,15 +240,54 @@ class RunEngines:
             )
         key = os.environ.get(section.api_key_env) if section.api_key_env else None
         limits = Limits(request_s=section.request_s, load_weights_s=section.load_s)
+        if self._router is not None and not self._is_blind:
+            return await self._connect_router(limits, key)
         url = self._urls[self._name(number)]
         return await self._connect(number, url, section.max_connections, limits, key)
+
+    def _is_unsure_of(self, engine: HttpEngine | RouterEngine) -> bool:
+        """Whether its weights may be half of one version and half of another, or not what it says."""
+        if isinstance(engine, RouterEngine):
+            return engine.is_mixed or any(map(self._marks.has, self._urls.values()))
+        return self._marks.has(self._urls[engine.info.id])
+
+    @property
+    def _router(self) -> str | None:
+        section = self._config.engine
+        return section.router if isinstance(section, VllmEngine) else None
+
+    @property
+    def _is_blind(self) -> bool:
+        """Whether nothing is known of the servers behind the router."""
+        section = self._config.engine
+        return isinstance(section, VllmEngine) and section.urls == (section.router,)
+
+    async def _connect_router(self, limits: Limits, key: str | None) -> RouterEngine:
+        section = self._config.engine
+        assert isinstance(section, VllmEngine)
+        assert section.router is not None
+        return await connect_router(
+            section.router,
+            section.urls,
+            id=self._name(0),
+            served_name=self._config.model.served_name,
+            max_connections=max(self._config.admission.most, section.max_connections),
+            limits=limits,
+            api_key=key,
+            start_s=section.start_s,
+            interrupt=section.inflight == "interrupt",
+            check=ProbeCheck(section.probe_tolerance, read_probes),
+            marks=self._marks,
+        )
 
     async def _connect(
         self, number: int, url: str, connections: int, limits: Limits, key: str | None
     ) -> HttpEngine:
         section = self._config.engine
-        reach = sglang.connect if isinstance(section, SglangEngine) else connect
-        return await reach(
+        reach: Callable[..., Any] = sglang.connect if isinstance(section, SglangEngine) else connect
+        if self._is_blind:
+            reach = partial(connect, is_router=True)
+        engine: HttpEngine = await reach(
             url,
             id=self._name(number),
             served_name=self._config.model.served_name,
@@ -253,6 +299,7 @@ class RunEngines:
             check=ProbeCheck(section.probe_tolerance, read_probes),
             marks=None if isinstance(section, EmbeddedEngine) else self._marks,
         )
+        return engine
 
     async def _close_process(self, number: int) -> None:
         """Whatever is left of the engine's last process; it may hang rather than be dead."""

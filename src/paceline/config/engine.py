@@ -92,6 +92,15 @@ class VllmEngine(_Servers):
 
     type: Literal["vllm"]
     """Which kind of engine."""
+    router: str | None = None
+    """Address of a router in front of `urls`: calls go through it, with the session in `X-Session-ID`; metrics, pauses and
+    weights go to the servers themselves. Where their addresses are not known, name the router in `urls`, too: admission
+    then goes by latency, and the router must pass pauses and weights on to every server."""
+
+    @field_validator("router")
+    @classmethod
+    def _check_router(cls, router: str | None) -> str | None:
+        return None if router is None else _holds_no_secret(router)
 
 
 class SglangEngine(_Servers):

@@ -11,6 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import msgspec
 
 from paceline.domain.ids import EngineId, Version
 from paceline.domain.load import EngineInfo, EngineLoad
@@ -44,11 +48,13 @@ async def connect(
     interrupt: bool = False,
     check: WeightCheck | None = None,
     marks: PauseMarks | None = None,
+    is_router: bool = False,
 ) -> HttpEngine:
     """Wait until the server at `url` answers, look at what it can do, and return the engine.
 
     `max_connections` is how many generate calls may be in flight: at least the cap on rollouts. `interrupt`: calls in
-    flight are aborted before new weights are loaded, with the tokens they have; else they go on under them. EngineError
+    flight are aborted before new weights are loaded, with the tokens they have; else they go on under them. `is_router`:
+    a router whose servers are not known; its metrics are not read. EngineError
     when it does not answer within `start_s`, serves no model `served_name`, or does not return token ids.
     """
     link = Link(url, f"engine {id} ({url})", limits or Limits(), retry or Retry(), api_key)
@@ -61,7 +67,14 @@ async def connect(
         raise
     dialect = VllmDialect(link, served_name, facts.route, keep_kv=keep_kv, marks=marks)
     return HttpEngine(
-        link, id, facts, dialect, max_connections=max_connections, interrupt=interrupt, check=check
+        link,
+        id,
+        msgspec.structs.replace(facts, kv_tokens=None) if is_router else facts,
+        dialect,
+        max_connections=max_connections,
+        interrupt=interrupt,
+        check=check,
+        says_load=not is_router,
     )
 
 
@@ -99,7 +112,13 @@ class HttpEngine:
         max_connections: int,
         interrupt: bool = False,
         check: WeightCheck | None = None,
+        controls: Sequence[Link] = (),
+        says_load: bool = True,
     ) -> None:
+        """`controls`: where an abort has to go when that is not where calls go: the servers behind a router.
+        `says_load` False: its metrics are those of one of several servers, and are not read."""
+        self._controls = tuple(controls) or (link,)
+        self._says_load = says_load
         self._link, self._dialect, self._facts = link, dialect, facts
         self._info = EngineInfo(id=id, kv_tokens=facts.kv_tokens, max_model_len=facts.max_model_len)
         self._version: Version = facts.version or 0
@@ -137,6 +156,28 @@ class HttpEngine:
         """Whether calls are in flight, or weights are being loaded."""
         return bool(self._flights) or self._loading.locked()
 
+    @property
+    def link(self) -> Link:
+        """The way to the server."""
+        return self._link
+
+    def holds(self, version: Version) -> None:
+        """What the servers hold, as somebody knows who loads them."""
+        self._version = version
+
+    @asynccontextmanager
+    async def held_off(self) -> AsyncIterator[None]:
+        """For as long as weights are loaded by somebody else: what is in flight is interrupted, where that is asked for,
+        and nothing new is sent."""
+        async with self._loading:
+            try:
+                if self._interrupt:
+                    self._takes_calls = False
+                    await asyncio.gather(*(self.abort(request) for request in list(self._flights)))
+                yield
+            finally:
+                self._takes_calls = True
+
     async def generate(self, request: GenerateRequest) -> GenerateReply:
         async with self._places:
             if not self._takes_calls:
@@ -171,6 +212,8 @@ class HttpEngine:
 
     async def load(self) -> EngineLoad:
         link = self._link
+        if not self._says_load:
+            raise EngineError(f"{link.name}: is a router, whose metrics say nothing of the servers behind it")
         try:
             async with asyncio.timeout(link.limits.metrics_s):
                 answer = await link.send("GET", "/metrics")
@@ -297,7 +340,10 @@ class HttpEngine:
 
     async def _abort_there(self, wire_id: str) -> bool:
         """Whether the server has taken the abort, or is not there to sample anything."""
-        link = self._link
+        taken = await asyncio.gather(*(self._abort_at(link, wire_id) for link in self._controls))
+        return all(taken)
+
+    async def _abort_at(self, link: Link, wire_id: str) -> bool:
         path, body = self._dialect.abort_call(wire_id)
         try:
             async with asyncio.timeout(link.limits.metrics_s):
