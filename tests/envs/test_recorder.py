@@ -33,20 +33,21 @@ def test_turns_concatenate_to_every_prompt_that_was_sent(
     recorder = Recorder()
     sent: list[list[int]] = []
     so_far: list[int] = []
+    contexts: list[list[int]] = []
     for added, sampled, whole in script:
         prompt = (so_far if not whole else so_far[: len(so_far) // 2]) + added
         extends = recorder.prompt(array(prompt))
-        assert extends == (bool(recorder.turns) and prompt[: len(so_far)] == so_far)
+        assert extends == any(prompt[: len(context)] == context for context in contexts)
         assert recorder.context.tolist() == prompt
         sent.append(prompt)
         turn(recorder, sampled)
         so_far = prompt + sampled
+        contexts.append(so_far)
         assert recorder.context_tokens == len(so_far)
-    rebuilt: list[int] = []
-    for made, prompt in zip(recorder.turns, sent, strict=True):
-        rebuilt = (rebuilt if made.extends else []) + made.prompt_ids.tolist()
-        assert rebuilt == prompt
-        rebuilt += made.sampled_ids.tolist()
+    for number, (made, prompt) in enumerate(zip(recorder.turns, sent, strict=True)):
+        before = contexts[number - 1 if made.after < 0 else made.after] if made.extends else []
+        assert before + made.prompt_ids.tolist() == prompt
+        assert recorder.ids_after(number).tolist() == contexts[number]
     assert recorder.sampled_tokens == sum(len(s) for _, s, _ in script)
 
 

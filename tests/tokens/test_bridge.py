@@ -367,9 +367,9 @@ def test_the_cost_of_a_turn_does_not_grow_with_the_conversation() -> None:
             rendered.append(len(text))
             return text
 
-        def encode(self, text: str) -> Any:
+        def encode_with_places(self, text: str, places: Any) -> Any:
             encoded.append(len(text))
-            return super().encode(text)
+            return super().encode_with_places(text, places)
 
     plain = talk.tokenizer
     counting = Counting(plain._tokenizer, CHATML, stop_ids=plain.stop_ids)

@@ -50,6 +50,7 @@ from paceline.ports import Engine
 from paceline.runtime.checkpoints import Checkpoints
 from paceline.runtime.driver import Driver, Fold, first_cause
 from paceline.runtime.gateway import Gateway
+from paceline.runtime.gateway import Gateway
 from paceline.runtime.inbox import Gates, Inbox
 from paceline.runtime.loads import poll_load
 from paceline.runtime.offload import Threads
@@ -248,7 +249,11 @@ class Assembly:
                 services = ConfiguredServices(config.services, config.chat)
                 stack.push_async_callback(services.close)
                 processor = self._processor(environments, groups, services)
-                finish = await self._drive(environments, engines, journal, processor, offload, folds, say)
+                gateway = Gateway(config.gateway, tokenizer, config.model.served_name)
+                stack.push_async_callback(gateway.close)
+                finish = await self._drive(
+                    environments, engines, journal, processor, offload, gateway, folds, say
+                )
             except StoppedTwice as stopped:
                 self._status.finish("stopped", str(stopped), code=INTERRUPTED)
                 raise
@@ -271,6 +276,7 @@ class Assembly:
         journal: FileJournal,
         processor: GroupProcessor,
         offload: Threads,
+        gateway: Gateway,
         folds: list[Fold],
         say: Say,
     ) -> FinishRun:
@@ -307,6 +313,7 @@ class Assembly:
             gates,
             clock,
             noise_by_position=isinstance(config.engine, EmbeddedEngine),
+            gateway=gateway,
         )
         driver = Driver(
             core,

@@ -20,6 +20,7 @@ from paceline.config.filters import (
     PreFilter,
     RepetitionFilter,
 )
+from paceline.config.gateway import GatewaySection
 from paceline.config.metrics import MetricsSection, PrometheusSection, TensorboardSection, WandbSection
 from paceline.config.mix import MixSection
 from paceline.config.model import ModelSection, SamplingOverride, SamplingSection
@@ -47,6 +48,7 @@ __all__ = [
     "ExternalTrainer",
     "FiltersSection",
     "FixedAdmission",
+    "GatewaySection",
     "GibberishFilter",
     "InlineWorkers",
     "LengthFilter",

@@ -13,6 +13,7 @@ from paceline.config.batch import BatchSection
 from paceline.config.engine import ChatSection, EmbeddedEngine, EngineSection
 from paceline.config.environment import EnvSection, EvalSection
 from paceline.config.filters import FiltersSection
+from paceline.config.gateway import GatewaySection
 from paceline.config.metrics import MetricsSection
 from paceline.config.mix import MixSection
 from paceline.config.model import ModelSection, SamplingSection
@@ -69,6 +70,8 @@ class RunConfig(Section):
     """What `--resume` goes on from."""
     metrics: MetricsSection = MetricsSection()
     """Where numbers go."""
+    gateway: GatewaySection = GatewaySection()
+    """Where agent programs reach the policy."""
     services: dict[str, str] = {}
     """I/O that algorithms ask for by name: name = `module:async_callable`."""
     chat: dict[str, ChatSection] = {}

@@ -1,7 +1,8 @@
 """A rollout's turns become the flat, token-exact samples a trainer learns from.
 
-A turn that extends what came before goes on in the current sample; a turn that does not begins a new one. Ids are
-taken as the engine sampled them and never encoded again, and every sampled id is trainable in exactly one sample.
+A turn that extends what came before goes on in its sample; a turn that does not begins a new one. One that goes on
+from a turn in the middle of a sample begins a new one too, which carries what comes before as context: ids are taken
+as the engine sampled them and never encoded again, and every sampled id is trainable in exactly one sample.
 A record whose parts do not fit together is refused as a whole: padding a missing logprob with 0 would train on it.
 """
 
@@ -48,7 +49,7 @@ class Built(msgspec.Struct, frozen=True, gc=False):
     generated_tokens: int
     """Sampled tokens of the record, before any cut."""
     prefix_breaks: int = 0
-    """Turns after the first that did not extend the ids so far."""
+    """Turns after the first that did not go on in a sample that was there."""
     cut_tokens: int = 0
     """Sampled tokens that were cut off, those of samples that vanished included."""
     overlong: str = ""
@@ -69,11 +70,8 @@ def build_samples(rollout: Rollout, *, seq_len: int, overlong: Literal["cut", "d
     generated = sum([len(turn.sampled_ids) for turn in turns])
     if not generated:
         raise RecordRefused("empty", f"{len(turns)} turns sampled no token")
-    starts = [i for i, turn in enumerate(turns) if not turn.extends or not i]
-    built = [
-        _flat(rollout, turns, first, stop)
-        for first, stop in zip(starts, [*starts[1:], len(turns)], strict=True)
-    ]
+    chains = _chains(turns)
+    built = [_flat(rollout, turns, chain, context) for chain, context in chains]
     longest = max([sample.tokens for sample in built])
     ending, cut_tokens, why = rollout.outcome.ending, 0, ""
     if longest > seq_len:
@@ -91,18 +89,43 @@ def build_samples(rollout: Rollout, *, seq_len: int, overlong: Literal["cut", "d
         samples=tuple([sample for sample in built if sample.versions]),
         ending=ending,
         generated_tokens=generated,
-        prefix_breaks=len(starts) - 1,
+        prefix_breaks=len(chains) - 1,
         cut_tokens=cut_tokens,
         overlong=why,
     )
 
 
-def _flat(rollout: Rollout, turns: Sequence[Turn], first: int, stop: int) -> Sample:
-    """One sample of turns [first, stop)."""
+def _chains(turns: Sequence[Turn]) -> list[tuple[list[int], int]]:
+    """The turns of each sample in order, and how many of them are context that trains in an earlier sample."""
+    chains: list[tuple[list[int], int]] = []
+    of: list[int] = []  # the chain that a turn trains in
+    for number, turn in enumerate(turns):
+        if not turn.extends or not number:
+            chains.append(([number], 0))
+        else:
+            before = number - 1 if turn.after < 0 else turn.after
+            if before >= number:
+                raise RecordRefused(
+                    "data", f"turn {number + 1} goes on from turn {before + 1}, which comes later"
+                )
+            chain = chains[of[before]][0]
+            if chain[-1] == before:
+                chain.append(number)
+                of.append(of[before])
+                continue
+            context = chain[: chain.index(before) + 1]
+            chains.append(([*context, number], len(context)))
+        of.append(len(chains) - 1)
+    return chains
+
+
+def _flat(rollout: Rollout, turns: Sequence[Turn], chain: Sequence[int], context: int) -> Sample:
+    """One sample of the turns of `chain`; the first `context` of them do not train."""
     parts: list[NDArray[np.int32]] = []
     spans: list[tuple[int, int]] = []
     at = 0
-    for turn in turns[first:stop]:
+    for number in chain:
+        turn = turns[number]
         parts += (turn.prompt_ids, turn.sampled_ids)
         start = at + len(turn.prompt_ids)
         at = start + len(turn.sampled_ids)
@@ -110,13 +133,14 @@ def _flat(rollout: Rollout, turns: Sequence[Turn], first: int, stop: int) -> Sam
     token_ids = np.concatenate(parts)
     trainable = np.zeros(at, np.bool_)
     logprobs = np.zeros(at, np.float32)
-    for turn, (start, end) in zip(turns[first:stop], spans, strict=True):
+    trains = chain[context:]
+    for number, (start, end) in zip(trains, spans[context:], strict=True):
         trainable[start:end] = True
-        logprobs[start:end] = turn.logprobs
-    _check_values(turns, first, stop, token_ids, logprobs)
+        logprobs[start:end] = turns[number].logprobs
+    _check_values(turns, chain, token_ids, logprobs)
     if trainable[0]:
         raise RecordRefused(
-            "data", f"turn {first + 1} has an empty prompt: nothing precedes its first sampled token"
+            "data", f"turn {chain[0] + 1} has an empty prompt: nothing precedes its first sampled token"
         )
     for array in (token_ids, trainable, logprobs):
         array.setflags(write=False)
@@ -124,7 +148,7 @@ def _flat(rollout: Rollout, turns: Sequence[Turn], first: int, stop: int) -> Sam
         token_ids=token_ids,
         trainable=trainable,
         logprobs=logprobs,
-        versions=turns[first].versions if stop - first == 1 else _join(turns[first:stop]),
+        versions=turns[trains[0]].versions if len(trains) == 1 else _join([turns[n] for n in trains]),
         rollout=rollout.id,
         env=rollout.task.env,
         task_index=rollout.task.index,
@@ -242,7 +266,7 @@ def _as_arrays(number: int, turn: Turn) -> Turn:
 
 
 def _check_values(
-    turns: Sequence[Turn], first: int, stop: int, token_ids: NDArray[np.int32], logprobs: NDArray[np.float32]
+    turns: Sequence[Turn], chain: Sequence[int], token_ids: NDArray[np.int32], logprobs: NDArray[np.float32]
 ) -> None:
     """Two reductions a sample on the way that all take; the place of a fault is looked up only when there is one."""
     # The comparisons are false for NaN, which a minimum and a maximum pass on.
@@ -252,7 +276,7 @@ def _check_values(
         and np.minimum.reduce(token_ids, initial=0) >= 0
     ):
         return
-    for number in range(first, stop):
+    for number in chain:
         turn = turns[number]
         wrong = ~((turn.logprobs > LOWEST_LOGPROB) & (turn.logprobs <= HIGHEST_LOGPROB))
         if wrong.any():

@@ -70,6 +70,12 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
     ended: float = 0.0
     segments: int = 1
     """Engine requests that made this turn."""
+    after: int = -1
+    """Number of the turn that this one extends, where that is not the turn before: the rollout went back, or goes on
+    in several branches. Read only if `extends`; -1 is the turn before."""
+    roles: tuple[tuple[str, int], ...] = ()
+    """Run-length (role, tokens) over the P ids: whose words they are. The template's markup has the role "". Empty
+    when that is not known."""
 
 
 class Message(msgspec.Struct, frozen=True, gc=False):

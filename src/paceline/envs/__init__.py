@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from paceline.envs.group_env import GroupEnv, MultiAgentEnv, Seat
+from paceline.envs.endpoint import Endpoint
+from paceline.envs.program import ProgramEnv, ProgramRun
 from paceline.envs.protocol import (
     ChatMessage,
     Context,
@@ -35,6 +37,7 @@ __all__ = [
     "Context",
     "CutSide",
     "EndlessTasks",
+    "Endpoint",
     "Environment",
     "GroupEnv",
     "InfrastructureError",
@@ -43,6 +46,8 @@ __all__ = [
     "MultiAgentEnv",
     "MultiTurnEnv",
     "Observation",
+    "ProgramEnv",
+    "ProgramRun",
     "PlainCalls",
     "Recorder",
     "Reply",

@@ -1,13 +1,14 @@
 """The trajectory of one rollout: exact ids, turn by turn.
 
-Ids live in one buffer a branch, which grows by doubling; the context of a model call is a read-only view of it.
-A call is prepared (`extend` or `prompt`), receives one or more segments, and is then committed as a `Turn`, or
+Ids live in one buffer, which grows by doubling; the context of a model call is a read-only view of it. Going on from
+an earlier turn than the last fills a buffer of its own with that turn's ids: a copy, and the only cost of a fork. A
+call is prepared (`extend` or `prompt`), receives one or more segments, and is then committed as a `Turn`, or
 rolled back if it sampled nothing.
 """
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,10 @@ from numpy.typing import NDArray
 from paceline.domain.ids import EngineId
 from paceline.domain.rollout import Finish, Turn, VersionRuns
 from paceline.errors import EnvError
+
+if TYPE_CHECKING:
+    # A worker's interpreter has no tokenizer library: environments must be importable without one.
+    from paceline.tokens.plan import Roles
 
 Ids: TypeAlias = NDArray[np.int32]
 
@@ -31,11 +36,14 @@ class Recorder:
         "_before",
         "_buffer",
         "_cached",
+        "_contexts",
         "_extends",
         "_length",
         "_logprobs",
         "_prompt",
+        "_roles",
         "_sampled",
+        "_tip",
         "_versions",
         "sampled_tokens",
         "turns",
@@ -47,8 +55,13 @@ class Recorder:
         """Over all turns and the call that runs."""
         self._buffer: Ids = np.empty(_FIRST_CAPACITY, np.int32)
         self._length = 0
-        self._before: tuple[Ids, int] = (self._buffer, 0)
+        self._tip = -1
+        """The turn that the buffer ends with; -1: none."""
+        self._before: tuple[Ids, int, int] = (self._buffer, 0, -1)
+        self._contexts: list[tuple[int, int]] = []
+        """For each turn: the ids up to its end, and the turn it goes on from (-1: none)."""
         self._prompt: Ids = NO_IDS
+        self._roles: Roles = ()
         self._extends = False
         self._sampled: list[Ids] = []
         self._logprobs: list[NDArray[np.float32]] = []
@@ -72,28 +85,61 @@ class Recorder:
         """Tokens the running call has sampled so far."""
         return sum(map(len, self._sampled))
 
-    def extend(self, added: Ids) -> None:
-        """Prepare a call whose prompt is everything so far and then `added`."""
-        self._before = (self._buffer, self._length)
-        self._extends = bool(self.turns)
+    def extend(self, added: Ids, after: int | None = None, roles: Roles = ()) -> None:
+        """Prepare a call whose prompt is everything up to the turn `after` (None: the latest), and then `added`."""
+        before = (self._buffer, self._length, self._tip)
+        if after is not None and after != self._tip:
+            ids = self.ids_after(after)
+            self._buffer = np.empty(max(_FIRST_CAPACITY, 2 * (len(ids) + len(added))), np.int32)
+            self._length, self._tip = 0, after
+            self._append(ids)
+        self._before = before
+        self._extends = self._tip >= 0
         self._prompt = added
+        self._roles = roles
         self._append(added)
 
-    def prompt(self, whole: Ids) -> bool:
-        """Prepare a call with this prompt; returns whether it extends the ids so far, exactly."""
-        length = self._length
-        if self.turns and len(whole) >= length and np.array_equal(whole[:length], self._buffer[:length]):
-            added = whole[length:].copy()
+    def ids_after(self, turn: int) -> Ids:
+        """All ids up to the end of a turn: its prompt, whole, and what it sampled."""
+        parts: list[Ids] = []
+        while turn >= 0:
+            parts += (self.turns[turn].sampled_ids, self.turns[turn].prompt_ids)
+            turn = self._contexts[turn][1]
+        return np.concatenate(parts[::-1])
+
+    def prompt(self, whole: Ids, roles: Roles = (), *, look: bool = True) -> bool:
+        """Prepare a call with this prompt; returns whether it extends the ids of a turn, exactly.
+
+        `look` False: it is known not to.
+        """
+        after = self._extended_by(whole) if look else -1
+        if after >= 0:
+            added = whole[self._contexts[after][0] :].copy()
             added.flags.writeable = False
-            self.extend(added)
+            self.extend(added, after)
             return True
-        self._before = (self._buffer, length)
+        self._before = (self._buffer, self._length, self._tip)
         self._extends = False
+        self._tip = -1
         self._prompt = whole
+        self._roles = roles
         self._buffer = np.empty(max(_FIRST_CAPACITY, 2 * len(whole)), np.int32)
         self._length = 0
         self._append(whole)
         return False
+
+    def _extended_by(self, whole: Ids) -> int:
+        """The turn with the most ids of those that `whole` begins with; -1 if there is none."""
+        length = self._length
+        if self._tip >= 0 and len(whole) >= length and np.array_equal(whole[:length], self._buffer[:length]):
+            return self._tip
+        best, most = -1, -1
+        for number, (end, _) in enumerate(self._contexts):
+            sampled = self.turns[number].sampled_ids
+            ends_alike = most < end <= len(whole) and np.array_equal(whole[end - len(sampled) : end], sampled)
+            if ends_alike and np.array_equal(whole[:end], self.ids_after(number)):
+                best, most = number, end
+        return best
 
     def segment(self, ids: Ids, logprobs: NDArray[np.float32], versions: VersionRuns, cached: int) -> None:
         """Take in what one engine request of the running call sampled."""
@@ -141,7 +187,11 @@ class Recorder:
             started,
             ended,
             segments,
+            self._tip if self._extends and self._tip != len(self.turns) - 1 else -1,
+            self._roles,
         )
+        self._contexts.append((self._length, self._tip if self._extends else -1))
+        self._tip = len(self.turns)
         self.turns.append(turn)
         self._clear()
         return turn
@@ -150,7 +200,7 @@ class Recorder:
         """The running call sampled nothing and is forgotten: as if it had not been prepared."""
         if self._sampled:
             raise EnvError("a model call that sampled tokens cannot be rolled back")
-        buffer, self._length = self._before
+        buffer, self._length, self._tip = self._before
         # A copy, since the context handed out for the forgotten call still shows what comes after.
         self._buffer = np.empty(len(buffer), np.int32)
         self._buffer[: self._length] = buffer[: self._length]
@@ -162,6 +212,7 @@ class Recorder:
         self._versions = []
         self._cached = 0
         self._prompt = NO_IDS
+        self._roles = ()
 
     def _append(self, ids: Ids) -> None:
         end = self._length + len(ids)

@@ -39,6 +39,8 @@ class TurnLine(msgspec.Struct, frozen=True, gc=False, array_like=True):
     started: float = 0.0
     ended: float = 0.0
     segments: int = 1
+    after: int = -1
+    roles: tuple[tuple[str, int], ...] = ()
 
 
 class RolloutLine(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -176,6 +178,8 @@ def turn_line(turn: Turn) -> TurnLine:
         turn.started,
         turn.ended,
         turn.segments,
+        turn.after,
+        turn.roles,
     )
 
 
@@ -310,6 +314,8 @@ def turn_of(
         line.started,
         line.ended,
         line.segments,
+        line.after,
+        line.roles,
     )
 
 

@@ -13,7 +13,8 @@ rollout) hands back what it sampled, and the chain goes on from there.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Final, Literal, NoReturn, TypeAlias
 
 import msgspec
@@ -28,6 +29,7 @@ from paceline.domain.commands import GrantTurn, StartRollout
 from paceline.domain.events import SegmentEnded, TurnRequested
 from paceline.domain.ids import EngineId
 from paceline.domain.rollout import CancelCause, Finish, Limit, Message
+from paceline.envs.endpoint import Endpoint
 from paceline.envs.protocol import (
     ChatMessage,
     Environment,
@@ -41,7 +43,8 @@ from paceline.envs.recorder import NO_IDS, Recorder
 from paceline.errors import EngineBusy, EngineError, EngineUnavailable, EnvError
 from paceline.ports import Engine, GenerateReply, GenerateRequest, SamplingParams
 from paceline.runtime.gate import TurnGate
-from paceline.tokens.bridge import Bridge, Conversation, Plan
+from paceline.runtime.gateway.server import Gateway
+from paceline.tokens import Bridge, ChatTokenizer, Conversation, Plan
 
 LONG_TEXT: Final = 20_000
 """Characters from which encoding leaves the loop: about 5 ms of work, against 22 µs for the hop."""
@@ -84,6 +87,8 @@ class ModelCalls:
         "_conversation",
         "_engines",
         "_gate",
+        "_gateway",
+        "_hung_up",
         "_limits",
         "_max_context",
         "_name",
@@ -108,6 +113,7 @@ class ModelCalls:
         "pending",
         "recorder",
         "request_id",
+        "serves",
         "stop",
         "where",
     )
@@ -121,6 +127,7 @@ class ModelCalls:
         clock: Callable[[], float],
         *,
         noise_by_position: bool,
+        gateway: Gateway | None = None,
     ) -> None:
         self._rollout = command.rollout
         self._name = str(command.rollout)
@@ -136,6 +143,8 @@ class ModelCalls:
         self._noise_by_position = noise_by_position
         self._max_context = _max_context(shared.limits, engines.get(command.engine))
         self._conversation = Conversation(shared.bridge)
+        self._gateway = gateway
+        self._hung_up = False
         self._poison = ""
         self._parked = False
         """Set when it is parked in the moment between a grant and the request: the request is not sent."""
@@ -149,6 +158,8 @@ class ModelCalls:
         """The task that makes the call under way; None between calls."""
         self.left: asyncio.Future[None] | None = None
         """Set when the call under way ends, for whoever waits for that."""
+        self.serves = False
+        """Whether a program is being served: calls are then made for it, and the environment waits for the program."""
         self.where: Where = "env"
         """What the rollout waits for."""
         self.pending: asyncio.Future[GrantTurn] | None = None
@@ -184,6 +195,7 @@ class ModelCalls:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
+        stop: Sequence[str] = (),
     ) -> Reply:
         if not self._enter():
             await self._refuse()
@@ -191,11 +203,13 @@ class ModelCalls:
             plan = self._conversation.plan_whole(messages, tools)
             if plan.ids is None:
                 await self._encode(plan)
-            return await self._run(plan, max_tokens)
+            return await self._run(plan, max_tokens, stop=stop)
         finally:
             self._leave()
 
-    async def generate(self, token_ids: Sequence[int] | Ids, *, max_tokens: int | None = None) -> Reply:
+    async def generate(
+        self, token_ids: Sequence[int] | Ids, *, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Reply:
         if not self._enter():
             await self._refuse()
         try:
@@ -206,9 +220,41 @@ class ModelCalls:
                     f"generate() was given ids of shape {whole.shape}; expected a list of at least one"
                 )
             self._conversation = Conversation(self._bridge)
-            return await self._run(None, max_tokens, whole)
+            return await self._run(None, max_tokens, whole, stop)
         finally:
             self._leave()
+
+    @contextlib.asynccontextmanager
+    async def serve(self) -> AsyncIterator[Endpoint]:
+        """See `Model.serve`."""
+        if self._gateway is None:
+            raise EnvError(
+                "this rollout cannot serve a program: there is no gateway here (in virtual time no socket can be "
+                "waited for); run it with `paceline run`, or give the runner a Gateway"
+            )
+        if self.serves:
+            raise EnvError("a program is being served already: a rollout has one endpoint at a time")
+        async with self._gateway.session(self._name, self) as endpoint:
+            self.serves = True
+            try:
+                yield endpoint
+            finally:
+                self.serves = self._hung_up = False
+
+    async def hang_up(self) -> None:
+        """End the call under way with the tokens it has: whoever asked for it is not served any more."""
+        self._hung_up = True
+        if self.engine is not None:
+            with contextlib.suppress(EngineError):  # it is then cancelled, a while later
+                await self.engine.abort(self.request_id)
+
+    def answer_as(self, message: ChatMessage) -> None:
+        """Put the latest answer into history in another form: parsed into tool calls, say. The ids stand."""
+        self._conversation.answer_as(message)
+
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        return self._bridge.tokenizer
 
     def messages(self) -> tuple[Message, ...]:
         """The conversation so far, for the record."""
@@ -288,17 +334,20 @@ class ModelCalls:
             self._bridge.encode(plan)
             return
         loop = asyncio.get_running_loop()
-        self._bridge.settle(plan, await loop.run_in_executor(None, self._bridge.tokenize, plan))
+        self._bridge.settle(plan, *await loop.run_in_executor(None, self._bridge.tokenize, plan))
 
-    async def _run(self, plan: Plan | None, max_tokens: int | None, whole: Ids = NO_IDS) -> Reply:
+    async def _run(
+        self, plan: Plan | None, max_tokens: int | None, whole: Ids = NO_IDS, stop: Sequence[str] = ()
+    ) -> Reply:
         """Sample one turn for an encoded plan, or else for the prompt `whole`; record it, and return it."""
         if plan is None or plan.ids is None:
             self.recorder.prompt(whole)
-        elif plan.extends:
-            self.recorder.extend(plan.ids)
+        elif plan.base is not None:
+            self.recorder.extend(plan.ids, plan.base.turn, plan.roles)
         else:
-            self.recorder.prompt(plan.ids)
-        call = _Call(mix(self._noise_seed, len(self.recorder.turns)))
+            self.recorder.prompt(plan.ids, plan.roles)
+        stops = (*self._sampling.stop, *stop) if stop else self._sampling.stop
+        call = _Call(mix(self._noise_seed, len(self.recorder.turns)), stops)
         try:
             allowed, cut = self._allowance(max_tokens)
             while True:
@@ -307,7 +356,7 @@ class ModelCalls:
                 except EngineUnavailable as error:
                     self._ask_again(call, error)
                     continue
-                if finish != "abort" or self.stop is not None or self.limit is not None:
+                if finish != "abort" or self.stop is not None or self.limit is not None or self._hung_up:
                     break
         except BaseException:
             if self.recorder.call_tokens:
@@ -342,10 +391,10 @@ class ModelCalls:
         """One engine request. Returns how it ended; `abort` also where the chain has to go on for another reason."""
         recorder = self.recorder
         left = allowed - recorder.call_tokens
-        stop = self._sampling.stop
+        stop = call.stop
         # A stop string that began before the boundary is unknown to the engine: it sees this request's tokens only.
         # So the chain goes on token by token until the string is complete or ruled out.
-        in_stop = bool(stop) and call.segments > 0 and _may_be_in_stop(self._tail(), stop)
+        in_stop = bool(stop) and call.segments > 0 and _may_be_in_stop(self._tail(stop), stop)
         asked = self._clock()
         future = self._gate.request(TurnRequested(self._rollout, recorder.context_tokens, left))
         if not future.done():
@@ -388,7 +437,7 @@ class ModelCalls:
         recorder.segment(reply.token_ids, reply.logprobs, reply.versions, reply.cached_tokens)
         finish = reply.finish
         if finish == "length":
-            if in_stop and any(string in self._tail() for string in stop):
+            if in_stop and any(string in self._tail(stop) for string in stop):
                 return "stop"
             if most < left:
                 finish = "abort"
@@ -416,16 +465,17 @@ class ModelCalls:
         last = int(ids[-1]) if len(ids) else None
         end = last if last in self._stop_ids else None
         text = shown = self._bridge.tokenizer.decode(ids if end is None else ids[:-1])
-        if end is None and finish == "stop" and self._sampling.stop:
-            found = [at for at in map(text.find, self._sampling.stop) if at >= 0]
+        if end is None and finish == "stop" and call.stop:
+            found = [at for at in map(text.find, call.stop) if at >= 0]
             shown = text[: min(found)] if found else text
         self.last = Reply(shown, finish, ids, turn.logprobs)
         if plan is not None:
-            self._conversation.commit(plan, ids, end, text, shown)
+            node = self._conversation.commit(plan, ids, end, text, shown)
+            node.turn = len(self.recorder.turns) - 1
 
-    def _tail(self) -> str:
-        """The end of what the running call has sampled, long enough for any stop string."""
-        longest = max(map(len, self._sampling.stop))
+    def _tail(self, stop: tuple[str, ...]) -> str:
+        """The end of what the running call has sampled, long enough for any of the strings `stop`."""
+        longest = max(map(len, stop))
         tokens = min(
             self.recorder.call_tokens, 4 * longest + 8
         )  # a character is at most four tokens, of a byte each
@@ -515,10 +565,12 @@ class ModelCalls:
 class _Call:
     """What adds up over the segments of one turn."""
 
-    __slots__ = ("empty", "engine", "queued_s", "seed", "segments", "started", "unavailable")
+    __slots__ = ("empty", "engine", "queued_s", "seed", "segments", "started", "stop", "unavailable")
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, stop: tuple[str, ...]) -> None:
         self.seed = seed
+        self.stop = stop
+        """Strings that end it."""
         self.engine: EngineId = ""
         self.queued_s = 0.0
         self.started = 0.0

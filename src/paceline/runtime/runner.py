@@ -39,6 +39,7 @@ from paceline.envs.text import cut_text
 from paceline.errors import EngineError, EnvError, InvariantError, said_by
 from paceline.ports import Engine
 from paceline.runtime.gate import TurnGate
+from paceline.runtime.gateway.server import Gateway
 from paceline.runtime.model import EnvRuntime, ModelCalls
 
 STOP_S: Final = 5.0
@@ -75,14 +76,18 @@ class RolloutRunner:
         clock: Callable[[], float],
         *,
         noise_by_position: bool = False,
+        gateway: Gateway | None = None,
     ) -> None:
-        """`noise_by_position`: the engines' noise depends on (seed, position in the sequence) alone, so a turn may
+        """`gateway` serves agent programs; without one, no rollout can.
+
+        `noise_by_position`: the engines' noise depends on (seed, position in the sequence) alone, so a turn may
         keep its seed over its segments and comes out as if it had not been cut. Others get a seed a segment."""
         self._environments = environments
         self._engines = engines
         self._gate = gate
         self._clock = clock
         self._noise_by_position = noise_by_position
+        self._gateway = gateway
         self._running: dict[RolloutId, _Run] = {}
         self._early: dict[RolloutId, CancelCause] = {}  # cancelled before their task has taken its first step
         self.is_sole_canceller = False
@@ -100,7 +105,16 @@ class RolloutRunner:
         shared = self._environments.get((command.task.split, command.task.env))
         if shared is None:
             raise InvariantError(f"no environment {command.task.env!r} for split {command.task.split!r}")
-        run = _Run(self, command, shared, self._engines, self._gate, self._clock, self._noise_by_position)
+        model = ModelCalls(
+            command,
+            shared,
+            self._engines,
+            self._gate,
+            self._clock,
+            noise_by_position=self._noise_by_position,
+            gateway=self._gateway,
+        )
+        run = _Run(self, command, shared, model, self._clock)
         self._running[command.rollout] = run
         early = self._early.pop(command.rollout, None)
         try:
@@ -150,10 +164,8 @@ class _Run:
         runner: RolloutRunner,
         command: StartRollout,
         shared: EnvRuntime,
-        engines: Mapping[EngineId, Engine],
-        gate: TurnGate,
+        model: ModelCalls,
         clock: Callable[[], float],
-        noise_by_position: bool,
     ) -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -163,7 +175,7 @@ class _Run:
         self._clock = clock
         self._loop = task.get_loop()
         self._task = task
-        self._model = ModelCalls(command, shared, engines, gate, clock, noise_by_position=noise_by_position)
+        self._model = model
         self._started = clock()
         self._ctx = Context(
             command.rollout,
@@ -359,10 +371,11 @@ class _Run:
         model = self._model
         self._timer.cancel()
         self._timer = self._loop.call_later(STOP_S, self._insist)
-        if model.where == "env":
-            self._insist()
-        else:
+        if model.where != "env":
             self._stop_waiting()
+        # While a program is served, the gateway makes the call and the environment waits for the program.
+        if model.where == "env" or model.serves:
+            self._insist()
 
     def _stop_waiting(self) -> None:
         """End the wait at the gate or for the engine."""

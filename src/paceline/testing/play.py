@@ -4,7 +4,8 @@
     assert rollout.outcome.ending == "completed" and rollout.reward == 1.0
 
 Everything around the environment is the real thing: recorder, budgets, endings, deadline. Only the engine is a
-script, and waiting takes no time.
+script, and waiting takes no time. An environment that serves a program (`model.serve()`) is played in real time, with
+a real gateway: `play(env, answers, serve=True)`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.config import Limits, SamplingSection
+from paceline.config import GatewaySection, Limits, SamplingSection
 from paceline.domain.commands import GrantTurn, StartRollout
 from paceline.domain.events import SegmentEnded, TurnRequested
 from paceline.domain.ids import RolloutId
@@ -26,6 +27,7 @@ from paceline.domain.task import Split, TaskRef
 from paceline.envs.protocol import Environment
 from paceline.errors import EngineError
 from paceline.ports import GenerateReply, GenerateRequest
+from paceline.runtime.gateway import Gateway
 from paceline.runtime.model import EnvRuntime
 from paceline.runtime.runner import RolloutRunner
 from paceline.testing.loop import run_virtual
@@ -50,14 +52,17 @@ def play(
     limits: Limits | None = None,
     max_tokens: int = 256,
     token_s: float = 0.0,
+    tokenizer: ChatTokenizer | None = None,
+    serve: bool = False,
+    gateway: GatewaySection | None = None,
 ) -> Rollout:
     """Run task `index` of `split` once; returns the terminal record, however the rollout ended.
 
     `member` is the position in the group: members share the group's randomness and differ in their own. A token is
     a byte and takes `token_s` virtual seconds. An environment that makes more calls than there are answers fails.
-    `close` is not called.
+    `close` is not called. `tokenizer` is one with another chat template; `serve` plays in real time, with the gateway.
     """
-    tokenizer = byte_tokenizer()
+    tokenizer = tokenizer or byte_tokenizer()
     shared = EnvRuntime(
         environment=environment,
         source=environment.tasks(split),
@@ -72,10 +77,17 @@ def play(
     async def main() -> Rollout:
         clock = asyncio.get_running_loop().time
         engine = _Engine(answers, token_s, tokenizer)
-        runner = RolloutRunner({(split, "env"): shared}, {"scripted": engine}, _OpenGate(), clock)
-        return await runner.run(command)
+        door = Gateway(gateway or GatewaySection(), tokenizer, "scripted") if serve else None
+        runner = RolloutRunner(
+            {(split, "env"): shared}, {"scripted": engine}, _OpenGate(), clock, gateway=door
+        )
+        try:
+            return await runner.run(command)
+        finally:
+            if door is not None:
+                await door.close()
 
-    return run_virtual(main())
+    return asyncio.run(main()) if serve else run_virtual(main())
 
 
 class _OpenGate:
@@ -105,7 +117,7 @@ class _Engine:
         answer = self._next(request)
         if isinstance(answer, BaseException):
             raise answer
-        ids = np.array([*self._tokenizer.encode(answer), self._tokenizer.stop_ids[0]], np.int32)
+        ids = self._said(answer, request.sampling.stop)
         allowed = request.sampling.max_tokens
         finish: Finish = "stop" if len(ids) <= allowed else "length"
         ids = ids[:allowed]
@@ -120,6 +132,13 @@ class _Engine:
             return _reply(ids, finish)
         self._aborted.clear()
         return _reply(ids[: int((loop.time() - began) / self._token_s)], "abort")
+
+    def _said(self, answer: str, stop: tuple[str, ...]) -> NDArray[np.int32]:
+        """The answer up to the first stop string, or to its end and the end token."""
+        ends = [at + len(string) for string in stop if (at := answer.find(string)) >= 0]
+        if ends:
+            return self._tokenizer.encode(answer[: min(ends)])
+        return np.array([*self._tokenizer.encode(answer), self._tokenizer.stop_ids[0]], np.int32)
 
     def _next(self, request: GenerateRequest) -> Answer:
         if callable(self._answers):

@@ -9,416 +9,224 @@ Two ways lead to those new ids:
 
 - *local*: the new messages are rendered behind a stand-in for the conversation, so the cost does not depend on
   its length. Right whenever the template is append-only for this kind of conversation, which `Bridge` tries out
-  once for each kind (tools or not, thinking or not, …) before it relies on it.
+  once for each kind (tools or not, calls or not, thinking or not, …) before it relies on it.
 - *in full*: the whole conversation is rendered, and what it adds to the text so far is encoded. Where it does not
   extend the text so far (the template strips old thinking, say), the prompt is the full rendering and begins a
   new branch.
-
-A changed tool list, or a history that is not the one recorded, begins a new branch as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from itertools import product
-from typing import Final
-
-import msgspec
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Hashable
 
 from paceline.errors import EnvError
 from paceline.tokens import messages as chat
+from paceline.tokens.kinds import OTHER, STAND_IN, Kinds
 from paceline.tokens.messages import ChatMessage, Tools
+from paceline.tokens.plan import Ids, Plan, Roles, Spans, marked, roles_of, spans_of
 from paceline.tokens.tokenizer import ChatTokenizer
-
-Ids = NDArray[np.int32]
-
-_STAND_IN: Final = "~answer~"
-"""Content of the stand-in for what the model said; no template treats it as anything but text."""
-
-_TOOL_ROLE, _EMPTY, _EDGES, _THINK, _TOOLS, _SYSTEM, _OTHER = 1, 2, 4, 8, 16, 32, 64
-"""What may make a template render a conversation in another way; a conversation collects them as bits."""
-
-_WORDS: Final = {
-    _TOOL_ROLE: "tool messages",
-    _EMPTY: "empty answers",
-    _EDGES: "white space around an answer",
-    _THINK: "thinking in an answer",
-    _TOOLS: "a tool list",
-}
-
-_CONTENTS: Final = {
-    _EMPTY: "",
-    _EDGES: " padded \n",
-    _THINK: "<think>\nplan\n</think>\n\nafter thought",
-}
-_TOOL_LIST: Final = (
-    {
-        "type": "function",
-        "function": {
-            "name": "look",
-            "description": "Look.",
-            "parameters": {"type": "object", "properties": {}},
-        },
-    },
-)
 
 _CACHE_ENTRIES, _CACHE_CHARS = 4096, 16_000_000
 """Encoded prompts kept for reuse: the members of a group share their first, and observations repeat."""
 
-
-class Plan:
-    """The prompt of the next model call, before and after it is encoded. `Bridge.encode` fills in `ids`."""
-
-    __slots__ = ("_anchor", "_key", "extends", "flags", "ids", "messages", "new", "text", "tools", "why")
-
-    def __init__(
-        self,
-        text: str,
-        new: list[ChatMessage],
-        tools: Tools | None,
-        flags: int,
-        ids: Ids | None = None,
-        messages: list[ChatMessage] | None = None,
-        why: str = "",
-        *,
-        anchor: int | None = None,
-        key: Hashable = None,
-    ) -> None:
-        self.extends = messages is None
-        """True: `ids` come after everything so far. False: they are the whole prompt of a new branch."""
-        self.text = text
-        """What `ids` say."""
-        self.new = new
-        self.messages = messages
-        """The whole conversation, when it does not extend the recorded one."""
-        self.tools = tools
-        self.flags = flags
-        self.ids = ids
-        self.why = why
-        """Why a new branch begins; empty when none does."""
-        self._anchor = anchor
-        self._key = key
+_ASK = chat.user("~ask~")
+_STANDING_IN = chat.assistant(STAND_IN)
 
 
 class Bridge:
     """What is shared by all conversations of one tokenizer: its template's manners, and a cache."""
 
-    __slots__ = ("_append_only", "_cache", "_closing", "_literals", "tokenizer")
+    __slots__ = ("_append_only", "_asked", "_cache", "_closing", "_stops", "kinds", "tokenizer")
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self.tokenizer = tokenizer
+        self.kinds = Kinds(tokenizer)
         self._append_only: dict[int, bool] = {}
         self._cache = _Cache(_CACHE_ENTRIES, _CACHE_CHARS)
+        self._asked: dict[bytes, str] = {}
         self._closing: dict[bytes, str | None] = {}
-        self._literals = tuple(t for t in tokenizer.literals() if "think" not in t)
+        self._stops = tuple(text for i in tokenizer.stop_ids if (text := tokenizer.token(i)))
+
+    # ── ids ──
 
     def encode(self, plan: Plan) -> Ids:
-        """Fill in `plan.ids` and return them."""
-        return self.settle(plan, self.tokenize(plan)) if plan.ids is None else plan.ids
+        """Fill in `plan.ids` and `plan.roles`; returns the ids."""
+        return self.settle(plan, *self.tokenize(plan)) if plan.ids is None else plan.ids
 
-    def tokenize(self, plan: Plan) -> Ids:
-        """The ids of a plan. Touches nothing else, so it may run in a thread when the text is long."""
+    def tokenize(self, plan: Plan) -> tuple[Ids, Roles]:
+        """Ids and roles of a plan. Touches nothing else, so it may run in a thread when the text is long."""
         # Encoded behind the end token that was sampled: some tokenizers put a space in front of whatever they
         # are given first, and none of them merges anything across a special token.
-        anchor = plan._anchor
-        if anchor is not None:
-            ids = self.tokenizer.encode(self.tokenizer.token(anchor) + plan.text)
-            if len(ids) and ids[0] == anchor:
-                return ids[1:]
-        return self.tokenizer.encode(plan.text)
+        places = [(start, end) for _, start, end in plan.spans]
+        if plan.anchor is not None:
+            before = self.tokenizer.token(plan.anchor)
+            shifted = [(start + len(before), end + len(before)) for start, end in places]
+            ids, firsts = self.tokenizer.encode_with_places(before + plan.text, shifted)
+            if len(ids) and ids[0] == plan.anchor:
+                firsts = [(max(first - 1, 0), end - 1) for first, end in firsts]
+                return ids[1:], roles_of(plan.spans, firsts, len(ids) - 1)
+        ids, firsts = self.tokenizer.encode_with_places(plan.text, places)
+        return ids, roles_of(plan.spans, firsts, len(ids))
 
-    def settle(self, plan: Plan, ids: Ids) -> Ids:
+    def settle(self, plan: Plan, ids: Ids, roles: Roles) -> Ids:
         """Note what `tokenize` made of a plan, for it and for its like."""
-        plan.ids = ids
-        if plan._key is not None:
-            self._cache.put(plan._key, (ids, plan.text), len(plan.text))
+        plan.ids, plan.roles = ids, roles
+        if plan.key is not None:
+            self._cache.put(plan.key, (ids, plan.text, roles, plan.spans), len(plan.text))
         return ids
 
-    def flags_of_answer(self, text: str) -> int:
-        if not text:
-            return _EMPTY
-        flags = _EDGES if text[0].isspace() or text[-1].isspace() else 0
-        if "think>" in text:
-            flags |= _THINK
-        for literal in self._literals:
-            if literal in text:
-                return flags | _OTHER
-        return flags
-
-    def is_append_only(self, flags: int) -> bool:
-        """Whether conversations of this kind can be extended locally; tried out once for each kind."""
-        if flags & _OTHER:
-            return False
-        known = self._append_only.get(flags)
-        if known is None:
-            known = self._append_only[flags] = not self._first_break(flags)
-        return known
+    # ── plans ──
 
     def opening(self, messages: list[ChatMessage], tools: Tools | None, flags: int, why: str) -> Plan:
         """A whole prompt."""
         key = ("open", chat.key_of(messages), chat.key_of_tools(tools))
         found = self._cache.get(key)
-        text = found[1] if found else self.tokenizer.render(messages, tools)
-        return Plan(text, messages, tools, flags, found[0] if found else None, messages, why, key=key)
-
-    def local(self, new: list[ChatMessage], tools: Tools | None, flags: int, end: int | None) -> Plan | None:
-        """What `new` adds after an answer, rendered behind a stand-in; None if the template cannot do that."""
-        key = ("local", chat.key_of(new), chat.key_of_tools(tools), end)
-        found = self._cache.get(key)
         if found is not None:
-            ids, text = found
-            return Plan(text, new, tools, flags, ids)
-        rest = self._after_stand_in(new, tools)
-        if rest is None:
+            ids, text, roles, spans = found
+            return Plan(
+                text, messages, tools, flags, messages=messages, why=why, spans=spans, ids=ids, roles=roles
+            )
+        text = self.tokenizer.render(messages, tools)
+        spans = self.spans(text, messages, tools)
+        return Plan(text, messages, tools, flags, messages=messages, why=why, spans=spans, key=key)
+
+    def local(
+        self, answer: ChatMessage, new: list[ChatMessage], tools: Tools | None, flags: int, end: int | None
+    ) -> Plan | None:
+        """What `new` adds after `answer`, rendered behind a stand-in for what was before; None if the template
+        cannot do that. A plain answer has a stand-in too."""
+        plain = chat.is_plain(answer)
+        key: Hashable = None
+        if plain:
+            key = ("local", chat.key_of(new), chat.key_of_tools(tools), end)
+            found = self._cache.get(key)
+            if found is not None:
+                ids, text, roles, spans = found
+                return Plan(text, new, tools, flags, spans=spans, ids=ids, roles=roles)
+            answer = _STANDING_IN
+        text_ = self.rest(answer, new, tools, end)
+        if text_ is None:
             return None
-        closing = self.closing(tools)
-        if closing is None or not rest.startswith(closing):
-            return None
-        text = self.less_end(closing, end) + rest[len(closing) :]
-        return Plan(text, new, tools, flags, anchor=end, key=key)
+        pattern = self.rest(answer, marked(new), tools, end)
+        spans = spans_of(text_, pattern, new) if pattern is not None else ()
+        return Plan(text_, new, tools, flags, spans=spans, anchor=end, key=key)
 
-    def closing(self, tools: Tools | None) -> str | None:
-        """What the template puts after the content of an assistant message; None if it cannot be told."""
-        key = chat.key_of_tools(tools)
-        if key not in self._closing:
-            self._closing[key] = self._after_stand_in([], tools)
-        return self._closing[key]
-
-    def less_end(self, closing: str, end: int | None) -> str:
-        """`closing` without the end token that was sampled, and without what stands before it."""
-        if end is None:
-            return closing
-        token = self.tokenizer.token(end)
-        at = closing.find(token) if token else -1
-        return closing if at < 0 else closing[at + len(token) :]
-
-    def _after_stand_in(self, new: list[ChatMessage], tools: Tools | None) -> str | None:
-        base: list[ChatMessage] = [chat.user("~ask~"), chat.assistant(_STAND_IN)]
+    def spans(self, text: str, messages: list[ChatMessage], tools: Tools | None) -> Spans:
+        """Where a whole rendering has the messages' own words."""
         try:
-            text = self.tokenizer.render([*base, *new], tools, generate=bool(new))
-        except EnvError:
-            return None  # this template wants other company: the conversation is then rendered in full
-        _, found, rest = text.partition(_STAND_IN)
-        return rest if found and _STAND_IN not in rest else None
+            pattern = self.tokenizer.render(marked(messages), tools)
+        except EnvError:  # it looks into contents, and refuses the marks
+            return ()
+        return spans_of(text, pattern, messages)
 
-    def _first_break(self, flags: int) -> str:
+    # ── what a template does ──
+
+    def is_append_only(self, flags: int) -> bool:
+        """Whether conversations of this kind can be extended locally; tried out once for each kind."""
+        if flags & OTHER:
+            return False
+        known = self._append_only.get(flags)
+        if known is None:
+            known = self._append_only[flags] = not self.first_break(flags)
+        return known
+
+    def first_break(self, flags: int) -> str:
         """Extend a made-up conversation of this kind; returns what the first turn was that differs, else nothing."""
-        tools = _TOOL_LIST if flags & _TOOLS else None
-        answers = ["one", *(text for bit, text in _CONTENTS.items() if flags & bit), "two"]
-        askings: list[list[ChatMessage]] = [[chat.user("next")], [chat.user("a\n\nb")]]
-        if flags & _TOOL_ROLE:
-            askings += [[chat.tool("seen")], [chat.tool("seen"), chat.tool("heard")]]
-        history: list[ChatMessage] = [chat.system("Be brief.")] if flags & _SYSTEM else []
-        history.append(chat.user("first"))
-        closing = self.closing(tools)
-        if closing is None:
-            return "an answer cannot be found in its rendering"
+        history, turns, tools = self.kinds.example(flags)
         try:
             so_far = self.tokenizer.render(history, tools)
-            for answer, asking in [
-                *product(answers, askings),
-                *product(reversed(answers), reversed(askings)),
-            ]:
-                history.append(chat.assistant(answer))
-                answered = self.tokenizer.render(history, tools, generate=False)
-                history += asking
+            for answer, asking in turns:
+                history += [answer, *asking]
                 whole = self.tokenizer.render(history, tools)
-                rest = self._after_stand_in(asking, tools)
-                grows = rest is not None and (
-                    whole == so_far + answer + rest
-                    # or it puts the answer in words of its own, and keeps to them
-                    or (answered.startswith(so_far) and whole == answered + rest.removeprefix(closing))
-                )
-                if not grows or not answered.endswith(closing):
+                standing = _STANDING_IN if chat.is_plain(answer) else answer
+                alone = self._standing(standing, asking, tools)
+                if alone is None:
                     return f"{'+'.join(m['role'] for m in asking)} after an answer"
+                cut = () if answer.get("tool_calls") else (None,)
+                for end in (*cut, *self.tokenizer.stop_ids[:1]):
+                    grows = self.after_answer(whole, so_far, answer, end, tools)
+                    if grows is None or grows != self.after_answer(*alone, standing, end, tools):
+                        return f"{'+'.join(m['role'] for m in asking)} after an answer"
                 so_far = whole
         except EnvError as error:
             return str(error)
         return ""
 
+    def rest(
+        self, answer: ChatMessage, new: list[ChatMessage], tools: Tools | None, end: int | None
+    ) -> str | None:
+        """What the rendering of a question, `answer` and `new` has behind the answer; None if it cannot be told."""
+        alone = self._standing(answer, new, tools)
+        return None if alone is None else self.after_answer(*alone, answer, end, tools)
 
-class Conversation:
-    """One rollout's messages, and what their ids say. `plan` changes nothing; `commit` records a turn."""
-
-    __slots__ = ("_answer", "_bridge", "_end", "_flags", "_pieces", "_shown", "messages", "tools")
-
-    def __init__(self, bridge: Bridge) -> None:
-        self.messages: list[ChatMessage] = []
-        """Everything said so far, the model's answers included. Not to be changed."""
-        self.tools: Tools | None = None
-        self._bridge = bridge
-        self._flags = 0
-        self._pieces: list[str | Ids] = []  # all ids so far: prompts as text, answers as sampled
-        self._end: int | None = None  # the end token, if the last answer ended with one
-        self._answer = ""
-        self._shown = ""
-
-    def plan(self, new: Sequence[ChatMessage], tools: Tools | None = None) -> Plan:
-        """The prompt after `new` was said; `tools` None keeps the tools there were, an empty list takes them away.
-
-        EnvError when the template refuses the messages or they are not JSON-like.
-        """
-        said = list(new)
-        if not said:
-            raise EnvError("a model call needs at least one new message: the model has spoken last")
-        if not self.messages:
-            return self._open(said, tools, "")
-        if tools is not None and chat.key_of_tools(tools) != chat.key_of_tools(self.tools):
-            return self._open([*self.messages, *said], tools, "the tool list changed")
-        return self._extend(said)
-
-    def plan_whole(self, messages: Sequence[ChatMessage], tools: Tools | None = None) -> Plan:
-        """The prompt of a conversation given whole: an extension if it begins with the recorded one."""
-        said, known = list(messages), len(self.messages)
-        if known and len(said) > known and self._begins(said):
-            if chat.key_of_tools(tools) == chat.key_of_tools(self.tools):
-                return self._extend(said[known:])
-            return self._open(said, tools, "the tool list changed")
-        return self._open(said, tools, "the history was rewritten" if known else "")
-
-    def commit(self, plan: Plan, sampled: Ids, end: int | None, text: str, shown: str | None = None) -> None:
-        """Record a turn: `plan` was sent, `sampled` came back.
-
-        `end` is the sampled end token, None if the answer does not end with one. `text` is the answer as history
-        has it, without the end token; `shown` the one the caller was given, if that is less.
-        """
-        if plan.extends:
-            self.messages += plan.new
-            self._pieces += [plan.text, sampled]
-        else:
-            self.messages = list(plan.messages or ())
-            self._pieces = [plan.text, sampled]
-            self.tools = plan.tools
-        self.messages.append(chat.assistant(text))
-        self._flags = plan.flags | self._bridge.flags_of_answer(text)
-        self._end = end
-        self._answer = text
-        self._shown = text if shown is None else shown
-
-    def answer_as(self, message: ChatMessage) -> None:
-        """Put the last answer into history in another form, its text parsed into tool calls, say.
-
-        The sampled ids stand. EnvError when the model has not spoken last.
-        """
-        if not self.messages or message.get("role") != "assistant":
-            raise EnvError("only an assistant message may stand for the model's last answer")
-        self.messages[-1] = message
-        self._flags |= self._flags_of(message, first=False)
-
-    def _begins(self, said: list[ChatMessage]) -> bool:
-        known = self.messages
-        if not all(map(chat.same, known[:-1], said)):
-            return False
-        answer, theirs = known[-1], said[len(known) - 1]
-        return chat.same(answer, theirs) or chat.same({**answer, "content": self._shown}, theirs)
-
-    def _open(self, said: list[ChatMessage], tools: Tools | None, why: str) -> Plan:
-        flags = _TOOLS if tools else 0
-        for at, message in enumerate(said):
-            flags |= self._flags_of(message, first=at == 0)
+    def _standing(
+        self, answer: ChatMessage, new: list[ChatMessage], tools: Tools | None
+    ) -> tuple[str, str] | None:
+        """The rendering of a question, `answer` and `new`, and of the question alone; None if the template wants
+        other company: the conversation is then rendered in full."""
+        key = chat.key_of_tools(tools)
         try:
-            return self._bridge.opening(said, tools, flags, why)
-        except (TypeError, KeyError) as error:
-            raise EnvError(f"messages must be JSON-like and have a role: {error}") from error
-
-    def _extend(self, new: list[ChatMessage]) -> Plan:
-        flags = self._flags
-        for message in new:
-            flags |= self._flags_of(message, first=False)
-        try:
-            if self._bridge.is_append_only(flags):
-                plan = self._bridge.local(new, self.tools, flags, self._end)
-                if plan is not None:
-                    return plan
-            return self._extend_in_full(new, flags)
-        except (TypeError, KeyError) as error:
-            raise EnvError(f"messages must be JSON-like and have a role: {error}") from error
-
-    def _flags_of(self, message: ChatMessage, *, first: bool) -> int:
-        role = message.get("role")
-        if not chat.is_plain(message):
-            return _OTHER
-        if role == "user":
-            return 0
-        if role == "tool":
-            return _TOOL_ROLE
-        if role == "assistant":
-            return self._bridge.flags_of_answer(message["content"])
-        return _SYSTEM if role == "system" and first else _OTHER
-
-    def _extend_in_full(self, new: list[ChatMessage], flags: int) -> Plan:
-        tokenizer = self._bridge.tokenizer
-        whole = [*self.messages, *new]
-        text = tokenizer.render(whole, self.tools)
-        so_far = "".join(
-            p if isinstance(p, str) else tokenizer.decode(p, keep_special=True) for p in self._pieces
-        )
-        if text.startswith(so_far):
-            added: str | None = text[len(so_far) :]
-        else:
-            added = self._added_to_canonical(text)
-        if added is None:
-            why = "the chat template renders this history in another way than before"
-            return Plan(text, whole, self.tools, flags, None, whole, why)
-        return Plan(added, new, self.tools, flags, anchor=self._end)
-
-    def _added_to_canonical(self, text: str) -> str | None:
-        """What `text` adds to the rendering of the conversation so far, where that differs from what was sampled.
-
-        A template that trims an answer, say, renders it in other words than it was sampled. As long as its own
-        rendering only grows, the sampled ids may stand, and what comes after them is what comes after the answer.
-        """
-        tokenizer = self._bridge.tokenizer
-        answered = tokenizer.render(self.messages, self.tools, generate=False)
-        asked = tokenizer.render(self.messages[:-1], self.tools)
-        if not (text.startswith(answered) and answered.startswith(asked)):
+            if key not in self._asked:
+                self._asked[key] = self.tokenizer.render([_ASK], tools)
+            return self.tokenizer.render([_ASK, answer, *new], tools), self._asked[key]
+        except EnvError:
             return None
-        closing = self._closing_of(answered[len(asked) :], self._answer)
-        return None if closing is None else self._bridge.less_end(closing, self._end) + text[len(answered) :]
 
-    def _closing_of(self, answer: str, content: str) -> str | None:
-        if answer.startswith(content):
-            return answer[len(content) :]
-        tokens = [self._bridge.tokenizer.token(i) for i in self._bridge.tokenizer.stop_ids]
-        at = max((answer.rfind(token) for token in tokens if token), default=-1)
-        return answer[at:] if at >= 0 else None
+    def after_answer(
+        self, whole: str, asked: str, answer: ChatMessage, end: int | None, tools: Tools | None
+    ) -> str | None:
+        """What `whole` has behind the answer to `asked`, less the end token if that was sampled.
 
+        None when `whole` says something else than before: the history up to the answer changed, or words of the
+        answer are left out.
+        """
+        if not whole.startswith(asked):
+            return None
+        content = answer.get("content") or ""
+        words = [
+            text for key in ("content", "reasoning_content") if (text := (answer.get(key) or "").strip())
+        ]
+        # Looked for behind the words: an answer may quote an end token.
+        start = len(asked)
+        for text in words:
+            found = whole.find(text, len(asked))
+            if found < 0:
+                return None
+            start = max(start, found + len(text))
+        stop, at = self._first_stop(whole, start)
+        if any(text not in whole[len(asked) : at if at >= 0 else None] for text in words):
+            return None
+        if end is None or at < 0:
+            if not answer.get("tool_calls") and words:
+                exact = whole.startswith(content, len(asked))
+                return whole[len(asked) + len(content) if exact else start :]
+            # A call that was cut short: what the template closes it with cannot be told from here.
+            return whole[at:] if at >= 0 and not answer.get("tool_calls") else None
+        token = self.tokenizer.token(end)
+        if stop == token or stop in (self.closing(tools) or ""):
+            return whole[at + len(stop) :]  # the one that was sampled stands in place of the template's
+        return whole[at:]
 
-class AppendOnly(msgspec.Struct, frozen=True):
-    """What a start-up check found out about a chat template."""
+    def closing(self, tools: Tools | None) -> str | None:
+        """What the template puts after the content of an assistant message; None if it cannot be told."""
+        key = chat.key_of_tools(tools)
+        if key not in self._closing:
+            try:
+                text = self.tokenizer.render([_ASK, _STANDING_IN], tools, generate=False)
+                _, found, rest = text.partition(STAND_IN)
+            except EnvError:
+                found = rest = ""
+            self._closing[key] = rest if found and STAND_IN not in rest else None
+        return self._closing[key]
 
-    holds: bool
-    """Whether plain multi-turn conversations only ever grow."""
-    breaks: tuple[str, ...]
-    """Kinds of conversation that do not, in words."""
-    summary: str
-    """What it means for a run, in words."""
-
-
-def probe_append_only(tokenizer: ChatTokenizer) -> AppendOnly:
-    """Try out which conversations the template extends, and say what follows from it. Takes milliseconds."""
-    bridge = Bridge(tokenizer)
-    base = not bridge._first_break(0)
-    broken = [] if base else ["plain turns"]
-    broken += [word for bit, word in _WORDS.items() if base and bridge._first_break(bit)]
-    if not broken:
-        summary = "append-only: every later turn extends the ids so far, and a rollout makes one sample"
-    elif base:
-        summary = (
-            f"append-only, but not with {' or '.join(broken)}: such turns are rendered in full each time "
-            "(slower), and where the rendering rewrites what was said before, the rollout goes on in a new "
-            "sample with its whole prompt (more prefill, more samples; nothing is lost)"
-        )
-    else:
-        summary = (
-            "not append-only: each turn is rendered in full, and where that rewrites what was said before, "
-            "the rollout goes on in a new sample with its whole prompt (up to one sample a turn, and as much "
-            "more prefill; nothing is lost). A template that keeps history as it was avoids this: set "
-            "model.chat_template"
-        )
-    return AppendOnly(holds=base, breaks=tuple(broken), summary=summary)
+    def _first_stop(self, text: str, start: int) -> tuple[str, int]:
+        """The first end token in `text` from `start` on, and where it stands; -1 if there is none."""
+        found, at = "", -1
+        for stop in self._stops:
+            here = text.find(stop, start)
+            if here >= 0 and (at < 0 or here < at):
+                found, at = stop, here
+        return found, at
 
 
 class _Cache:
@@ -427,18 +235,18 @@ class _Cache:
     __slots__ = ("_chars", "_entries", "_max_chars", "_max_entries")
 
     def __init__(self, max_entries: int, max_chars: int) -> None:
-        self._entries: dict[Hashable, tuple[Ids, str]] = {}
+        self._entries: dict[Hashable, tuple[Ids, str, Roles, Spans]] = {}
         self._max_entries = max_entries
         self._max_chars = max_chars
         self._chars = 0
 
-    def get(self, key: Hashable) -> tuple[Ids, str] | None:
+    def get(self, key: Hashable) -> tuple[Ids, str, Roles, Spans] | None:
         found = self._entries.pop(key, None)
         if found is not None:
             self._entries[key] = found
         return found
 
-    def put(self, key: Hashable, value: tuple[Ids, str], chars: int) -> None:
+    def put(self, key: Hashable, value: tuple[Ids, str, Roles, Spans], chars: int) -> None:
         if key in self._entries or chars > self._max_chars // 4:
             return
         self._entries[key] = value

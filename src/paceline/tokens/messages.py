@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -40,6 +42,37 @@ def same(a: ChatMessage, b: ChatMessage) -> bool:
     if a == b:
         return True
     return {k: v for k, v in a.items() if v is not None} == {k: v for k, v in b.items() if v is not None}
+
+
+def same_answer(a: ChatMessage, b: ChatMessage) -> bool:
+    """Whether two assistant messages are the same answer: the same words, thinking and calls.
+
+    White space around the words, identifiers of calls, and the way JSON arguments are written do not count: programs
+    change them on the way from an answer to their history.
+    """
+    if a == b:
+        return True
+    if b.get("role") != "assistant" or _stripped(a.get("content")) != _stripped(b.get("content")):
+        return False
+    if _stripped(a.get("reasoning_content")) != _stripped(b.get("reasoning_content")):
+        return False
+    mine, theirs = a.get("tool_calls") or [], b.get("tool_calls") or []
+    return len(mine) == len(theirs) and all(_call(x) == _call(y) for x, y in zip(mine, theirs, strict=True))
+
+
+def _stripped(text: Any) -> Any:
+    return text.strip() if isinstance(text, str) else text or ""
+
+
+def _call(call: Any) -> Any:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):  # no JSON: compared as it is written
+            arguments = json.loads(arguments)
+    return function.get("name"), arguments
 
 
 def key_of(messages: Sequence[ChatMessage]) -> Hashable:

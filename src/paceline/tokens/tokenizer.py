@@ -33,7 +33,16 @@ _SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "c
 class ChatTokenizer:
     """Text and messages to ids and back. Stateless once loaded; safe to use from several threads."""
 
-    __slots__ = ("_specials", "_stop", "_template", "_tokenizer", "name", "template_source", "vocab_size")
+    __slots__ = (
+        "_calls_as_text",
+        "_specials",
+        "_stop",
+        "_template",
+        "_tokenizer",
+        "name",
+        "template_source",
+        "vocab_size",
+    )
 
     def __init__(
         self,
@@ -56,6 +65,7 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self._stop = tuple(sorted(set(stop_ids)))
         self._specials = dict(special_tokens or {})
+        self._calls_as_text = False  # whether the template wants the arguments of calls as JSON text
         try:
             self._template = _environment().from_string(template)
         except jinja2.TemplateError as error:
@@ -114,6 +124,16 @@ class ChatTokenizer:
         ids.flags.writeable = False
         return ids
 
+    def encode_with_places(
+        self, text: str, places: Sequence[tuple[int, int]]
+    ) -> tuple[NDArray[np.int32], list[tuple[int, int]]]:
+        """Ids as `encode` makes them, and for each (start, end) in characters the tokens that lie wholly within, as
+        (first, end)."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        ids = np.array(encoding.ids, np.int32)
+        ids.flags.writeable = False
+        return ids, [_within(encoding, start, end) for start, end in places]
+
     def decode(self, ids: Sequence[int] | NDArray[np.int32], *, keep_special: bool = False) -> str:
         """Text of the ids. A character of which only some bytes are there becomes U+FFFD; ids are not touched."""
         listed = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
@@ -134,17 +154,31 @@ class ChatTokenizer:
     ) -> str:
         """The conversation as text, with the header of an assistant message at the end if `generate`.
 
-        EnvError when the template refuses the messages.
+        Arguments of tool calls may be objects: a template that wants them as text is given text. EnvError when the
+        template refuses the messages.
         """
         try:
-            return self._template.render(
-                messages=messages, tools=tools or None, add_generation_prompt=generate, **self._specials
-            )
+            try:
+                return self._rendered(messages, tools, generate)
+            except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError):
+                if self._calls_as_text or not any(message.get("tool_calls") for message in messages):
+                    raise
+            text = self._rendered(_calls_as_text(messages), tools, generate)
+            self._calls_as_text = True
+            return text
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             roles = ", ".join(str(message.get("role")) for message in messages[-4:])
             raise EnvError(
                 f"the chat template of {self.name} refuses messages (last roles: {roles}): {error}"
             ) from error
+
+    def _rendered(self, messages: Sequence[ChatMessage], tools: Tools | None, generate: bool) -> str:
+        return self._template.render(
+            messages=_calls_as_text(messages) if self._calls_as_text else messages,
+            tools=tools or None,
+            add_generation_prompt=generate,
+            **self._specials,
+        )
 
     def literals(self) -> tuple[str, ...]:
         """Markup the template mentions: an answer that contains one may be rendered differently from others."""
@@ -201,6 +235,41 @@ def _hub_dir(name: str) -> Path:
             f"model.name = {name!r} is no directory here and could not be fetched from the hub "
             f"({type(error).__name__}: {error}); give the path of a local copy"
         ) from error
+
+
+def _within(encoding: Any, start: int, end: int) -> tuple[int, int]:
+    """The tokens that lie wholly within characters [start, end), as (first, end)."""
+    if start >= end:
+        return 0, 0
+    first, last = encoding.char_to_token(start), encoding.char_to_token(end - 1)
+    if first is None or last is None:
+        return 0, 0  # a normaliser has removed the character
+    # A character of several tokens is found by its first; and a token may reach over an edge.
+    count = len(encoding.ids)
+    while last + 1 < count and encoding.token_to_chars(last + 1) == encoding.token_to_chars(last):
+        last += 1
+    if encoding.token_to_chars(first)[0] < start:
+        first += 1
+    if encoding.token_to_chars(last)[1] > end:
+        last -= 1
+    return first, last + 1
+
+
+def _calls_as_text(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """The messages with the arguments of tool calls as JSON text."""
+    return [
+        {**message, "tool_calls": [_call_as_text(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _call_as_text(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or isinstance(function.get("arguments", ""), str):
+        return call
+    return {**call, "function": {**function, "arguments": _to_json(function["arguments"])}}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""The protocols that programs speak, one file each."""

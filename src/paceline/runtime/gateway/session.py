@@ -1,0 +1,216 @@
+"""One rollout's side of the gateway: its calls one after another, and its retries told from its questions."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from collections.abc import Mapping
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from paceline.config.gateway import GatewaySection
+from paceline.envs.protocol import ChatMessage, Reply
+from paceline.envs.recorder import Recorder
+from paceline.runtime.gateway.asked import Answered, Asked, Said
+from paceline.runtime.gateway.failures import Refused
+from paceline.tokens.tokenizer import ChatTokenizer
+from paceline.tokens.tool_calls import detect_format, read_answer
+
+_KEPT: Final = 64
+"""Answers a rollout keeps for retries, the latest: a retry follows its request closely."""
+
+_CLOSE_S: Final = 5.0
+"""Seconds a call under way has to come back with its tokens when the endpoint is closed."""
+
+
+class Calls(Protocol):
+    """The model calls of the rollout."""
+
+    recorder: Recorder
+
+    @property
+    def tokenizer(self) -> ChatTokenizer: ...
+
+    async def complete(
+        self,
+        messages: Any,
+        *,
+        tools: Any = None,
+        max_tokens: int | None = None,
+        stop: tuple[str, ...] = (),
+    ) -> Reply: ...
+
+    async def generate(
+        self, token_ids: Any, *, max_tokens: int | None = None, stop: tuple[str, ...] = ()
+    ) -> Reply: ...
+
+    def answer_as(self, message: ChatMessage) -> None: ...
+
+    async def hang_up(self) -> None: ...
+
+
+class Call:
+    """One request on its way to an answer, or answered."""
+
+    __slots__ = ("asked", "digest", "key", "lost", "task")
+
+    def __init__(self, digest: bytes, key: str | None, asked: Asked, task: asyncio.Task[Answered]) -> None:
+        self.digest = digest
+        self.key = key
+        self.asked = asked
+        self.task = task
+        self.lost = False
+        """Whether whoever asked was gone before the answer was written."""
+
+
+class Session:
+    """Serves one rollout."""
+
+    def __init__(
+        self, label: str, secret: str, calls: Calls, config: GatewaySection, model: str, format: str
+    ) -> None:
+        self.label = label
+        self.model = model
+        self.calls = calls
+        self.history: dict[str, list[dict[str, Any]]] = {}
+        """Conversations that later requests may name, by the identifier of an answer (OpenAI responses)."""
+        self._secret = secret.encode()
+        self._split = config.thinking == "split"
+        self._format = format
+        self._turn = asyncio.Lock()
+        self._answers: list[Call] = []
+        self._count = 0
+        self._closed = False
+
+    def knows(self, secret: str) -> bool:
+        """In the same time for every secret."""
+        return hmac.compare_digest(self._secret, secret.encode())
+
+    # ── a request ──
+
+    def find(self, digest: bytes, headers: Mapping[str, str]) -> Call | None:
+        """The call that this request repeats; None if it is a question of its own."""
+        key = headers.get("Idempotency-Key")
+        retries = headers.get("x-stainless-retry-count", "0") != "0"
+        for call in reversed(self._answers):
+            if call.digest == digest:
+                same = key is not None and key == call.key
+                if (retries or same or call.lost) and not _failed(call):
+                    call.lost = False
+                    return call
+        return None
+
+    def start(self, digest: bytes, headers: Mapping[str, str], asked: Asked) -> Call:
+        task = asyncio.get_running_loop().create_task(self._answer(asked))
+        task.add_done_callback(_seen)
+        call = Call(digest, headers.get("Idempotency-Key"), asked, task)
+        self._answers.append(call)
+        if len(self._answers) > _KEPT and self._answers[0].task.done():
+            del self._answers[0]
+        return call
+
+    async def _answer(self, asked: Asked) -> Answered:
+        async with self._turn:
+            if self._closed:
+                raise Refused(401, "this rollout is over: its secret is no longer valid", code="rollout_over")
+            self._count += 1
+            name = f"{self.label}-{self._count}"
+            said = [await self._one(asked, f"{name}-{n}") for n in range(asked.n)]
+            return Answered(name, int(time.time()), self.model, said)
+
+    async def _one(self, asked: Asked, name: str) -> Said:
+        calls = self.calls
+        if asked.token_ids is not None:
+            reply = await calls.generate(asked.token_ids, max_tokens=asked.max_tokens, stop=asked.stop)
+        else:
+            reply = await calls.complete(
+                asked.messages, tools=asked.tools or [], max_tokens=asked.max_tokens, stop=asked.stop
+            )
+        turn = calls.recorder.turns[-1]
+        prompt = calls.recorder.context_tokens - len(reply.token_ids)
+        if asked.token_ids is not None or (not asked.tools and not self._split):
+            return Said(reply=reply, text=reply.text, prompt_tokens=prompt, cached_tokens=turn.cached_tokens)
+        return self._taken_apart(asked, reply, name, prompt, turn.cached_tokens)
+
+    def _taken_apart(self, asked: Asked, reply: Reply, name: str, prompt: int, cached: int) -> Said:
+        """Calls and thinking are read from the text as it was sampled, markup included."""
+        tokenizer = self.calls.tokenizer
+        ids = reply.token_ids
+        if len(ids) and int(ids[-1]) in tokenizer.stop_ids:
+            ids = ids[:-1]
+        raw = tokenizer.decode(ids, keep_special=True)
+        for stop in asked.stop:
+            raw = raw.partition(stop)[0]
+        answer = read_answer(raw, self._format, asked.tools, split_thinking=self._split)
+        apart = bool(answer.calls or answer.thinking or self._format == "harmony")
+        text = answer.content if apart else reply.text
+        named = tuple([(_call_id(name, n), call) for n, call in enumerate(answer.calls)])
+        if apart:
+            message: dict[str, Any] = {"role": "assistant", "content": text}
+            if answer.thinking:
+                message["reasoning_content"] = answer.thinking
+            if named:
+                message["tool_calls"] = [
+                    {
+                        "id": id_,
+                        "type": "function",
+                        "function": {"name": call.name, "arguments": msgspec.json.decode(call.arguments)},
+                    }
+                    for id_, call in named
+                ]
+            self.calls.answer_as(message)
+        return Said(
+            reply=reply,
+            text=text,
+            thinking=answer.thinking,
+            calls=named,
+            prompt_tokens=prompt,
+            cached_tokens=cached,
+        )
+
+    # ── the end ──
+
+    async def close(self) -> None:
+        """Answer no more; a call under way is given a moment to come back with its tokens."""
+        self._closed = True
+        running = [call.task for call in self._answers if not call.task.done()]
+        if not running:
+            return
+        await self.calls.hang_up()
+        _, left = await asyncio.wait(running, timeout=_CLOSE_S)
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=_CLOSE_S)
+
+
+def format_of(config: GatewaySection, tokenizer: ChatTokenizer) -> str:
+    """How the policy writes tool calls."""
+    return detect_format(tokenizer.template_source) if config.tool_format == "auto" else config.tool_format
+
+
+def _failed(call: Call) -> bool:
+    """A failed call is no answer: a retry of it asks again."""
+    return call.task.done() and (call.task.cancelled() or call.task.exception() is not None)
+
+
+def _seen(task: asyncio.Task[Answered]) -> None:
+    """Its error belongs to whoever waits for it; nobody may, when the program has gone."""
+    if not task.cancelled():
+        task.exception()
+
+
+_DIGITS: Final = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+
+def _call_id(name: str, number: int) -> str:
+    """Nine letters and digits, which is what Mistral's template insists on; the same again for the same call."""
+    digest = hmac.new(name.encode(), str(number).encode(), "blake2b").digest()
+    value = int.from_bytes(digest[:8], "big")
+    letters = []
+    for _ in range(9):
+        value, digit = divmod(value, 36)
+        letters.append(_DIGITS[digit])
+    return "".join(letters)

@@ -1,0 +1,147 @@
+"""Chat templates and tokenizers of the open families, as far as they come with packages."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from paceline.tokens import ChatTokenizer
+
+FOLDER = Path(__file__).parent / "templates"
+TEMPLATES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
+
+ENDS = {
+    "cohere2": ["<|END_OF_TURN_TOKEN|>"],
+    "deepseek_r1_distill": ["<｜end▁of▁sentence｜>"],
+    "deepseekv3": ["<｜end▁of▁sentence｜>"],
+    "gemma3": ["<end_of_turn>"],
+    "gemma4_v5": ["<turn|>"],
+    "glm4moe": ["<|user|>", "<|observation|>", "<|endoftext|>"],
+    "gptoss": ["<|return|>", "<|call|>", "<|end|>"],
+    "llama3": ["<|eot_id|>"],
+    "llama3_1": ["<|eot_id|>", "<|eom_id|>"],
+    "llama3_2": ["<|eot_id|>", "<|eom_id|>"],
+    "muse_glimmer": ["<|eot|>"],
+    "phi3": ["<|end|>"],
+    "phi3_5": ["<|end|>"],
+}
+_MARKUP = re.compile(
+    r"<[|｜][^<>\n'\"{}|｜]{1,40}[|｜]>|\[gMASK\]|<sop>|<(?:start|end)_of_\w+>|<turn\||\|turn>"
+)
+QWEN = re.compile(r"qwen")
+
+
+def source(name: str) -> str:
+    return (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+@functools.cache
+def bytes_with(name: str) -> ChatTokenizer:
+    """The template over bytes, with its markup as special tokens."""
+    text = source(name)
+    ends = ENDS.get(name, ["<|im_end|>"])
+    markup = sorted({*_MARKUP.findall(text), *ends, "<bos>", "<eos>"})
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in markup])
+    specials = {"bos_token": "<bos>", "eos_token": ends[0]}
+    return ChatTokenizer(
+        raw, text, stop_ids=[raw.token_to_id(end) for end in ends], special_tokens=specials, name=name
+    )
+
+
+@functools.cache
+def qwen_tokenizer() -> Any:
+    """Qwen's own vocabulary, from the ranks that `dashscope` ships; None where that is not installed."""
+    spec = importlib.util.find_spec("dashscope")
+    if spec is None or spec.origin is None:
+        return None
+    lines = (Path(spec.origin).parent / "resources" / "qwen.tiktoken").read_bytes().splitlines()
+    ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines if line)}
+    split = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+        r"|\s+(?!\S)|\s+"
+    )
+    raw = bpe(ranks, split)
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    raw.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in special])
+    kept = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
+    raw.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in kept])
+    return raw
+
+
+@functools.cache
+def qwen_with(name: str) -> ChatTokenizer | None:
+    raw = qwen_tokenizer()
+    if raw is None:
+        return None
+    stop = [raw.token_to_id("<|im_end|>"), raw.token_to_id("<|endoftext|>")]
+    return ChatTokenizer(raw, source(name), stop_ids=stop, name=name)
+
+
+@functools.cache
+def tekken_tokenizer() -> Any:
+    """Mistral's Tekken vocabulary, from `mistral-common`; None where that is not installed."""
+    spec = importlib.util.find_spec("mistral_common")
+    if spec is None or spec.origin is None:
+        return None
+    data = json.loads((Path(spec.origin).parent / "data" / "tekken_240911.json").read_bytes())
+    config = data["config"]
+    count = config["default_vocab_size"] - config["default_num_special_tokens"]
+    ranks = {base64.b64decode(entry["token_bytes"]): entry["rank"] for entry in data["vocab"][:count]}
+    raw = bpe(ranks, config["pattern"])
+    marks = ["<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"]
+    marks += ["[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"]
+    raw.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
+    return raw
+
+
+def bpe(ranks: dict[bytes, int], split: str) -> Any:
+    """A byte-level BPE of tiktoken's ranks: each token's merge is the one that its lower ranks would make last."""
+    encoder = _bytes_to_unicode()
+    vocab = {"".join(encoder[b] for b in token): rank for token, rank in ranks.items()}
+    merges = []
+    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+        if len(token) == 1:
+            continue
+        left, right = _last_merge(ranks, token, rank)
+        merges.append(("".join(encoder[b] for b in left), "".join(encoder[b] for b in right)))
+    raw = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    raw.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(split), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    raw.decoder = decoders.ByteLevel()
+    return raw
+
+
+def _last_merge(ranks: dict[bytes, int], token: bytes, limit: int) -> tuple[bytes, bytes]:
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        best, at = limit, -1
+        for i in range(len(parts) - 1):
+            rank = ranks.get(parts[i] + parts[i + 1], limit)
+            if rank < best:
+                best, at = rank, i
+        if at < 0:
+            raise ValueError(f"{token!r} is not made of tokens of lower rank")
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts[0], parts[1]
+
+
+def _bytes_to_unicode() -> dict[int, str]:
+    kept = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    table = {b: chr(b) for b in kept}
+    moved = (b for b in range(256) if b not in table)
+    return table | {b: chr(256 + n) for n, b in enumerate(moved)}

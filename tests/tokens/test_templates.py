@@ -1,0 +1,244 @@
+"""The templates of the open families: every prompt is exactly what rendering the whole history would give."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from families import ENDS, QWEN, TEMPLATES, bytes_with, qwen_with, tekken_tokenizer
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import EnvError
+from paceline.tokens import (
+    Bridge,
+    ChatTokenizer,
+    Conversation,
+    assistant,
+    detect_format,
+    probe_append_only,
+    read_answer,
+    system,
+    user,
+)
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Look at something.",
+            "parameters": {
+                "type": "object",
+                "properties": {"what": {"type": "string"}, "times": {"type": "integer"}},
+                "required": ["what"],
+            },
+        },
+    }
+]
+
+STABLE = {
+    "cohere2",
+    "gemma3",
+    "llama3",
+    "llama3_1",
+    "llama3_2",
+    "lfm2_v2",
+    "qwen2_5",
+    "qwen3_training",
+    "qwen3_instruct_2507",
+}
+"""Answers without thinking go on in one sample under these, whatever is said between."""
+
+words = st.text(
+    alphabet=st.characters(codec="utf-8", exclude_characters="<[|{｜]>", exclude_categories=("Cs", "Co")),
+    min_size=1,
+    max_size=10,
+).map(lambda text: f"w{text}w")
+"""Letters at both ends: many templates trim what is said to the model, and a rendering is compared with itself."""
+
+
+@functools.cache
+def bridge_of(tokenizer: ChatTokenizer) -> Bridge:
+    """One for all conversations, as in a run: what it has tried out is known from then on."""
+    return Bridge(tokenizer)
+
+
+class Talk:
+    """A conversation in which the model says what the template would print for it."""
+
+    def __init__(self, tokenizer: ChatTokenizer, tools: Any) -> None:
+        self.joins = tokenizer.render([user("q")]).endswith("<think>\n")
+        self.tokenizer, self.tools = tokenizer, tools
+        self.bridge = bridge_of(tokenizer)
+        self.conversation = Conversation(self.bridge)
+        self.history: list[Any] = []
+        self.ids: list[int] = []
+        self.samples = 0
+
+    def prompt(self, new: list[Any]) -> None:
+        plan = self.conversation.plan(new, self.tools)
+        added = self.bridge.encode(plan)
+        assert sum(count for _, count in plan.roles) == len(added)
+        self.history += new
+        self.samples += not plan.extends
+        self.ids = (self.ids if plan.extends else []) + added.tolist()
+        rendered = self.tokenizer.render(self.history, self.tools)
+        assert self.tokenizer.decode(self.ids, keep_special=True) == rendered
+        # Where a prompt ends within a line, encoding it all anew would join its end and the answer's beginning.
+        if not self.joins:
+            assert self.ids == self.tokenizer.encode(rendered).tolist()
+        self._check_roles(plan, added)
+        self._plan = plan
+
+    def _check_roles(self, plan: Any, added: Any) -> None:
+        """What is said to be the words of a role are words of a message of that role."""
+        at = 0
+        for role, count in plan.roles:
+            if role:
+                text = self.tokenizer.decode(added[at : at + count], keep_special=True)
+                said = [m["content"] for m in plan.messages or plan.new if m["role"] == role]
+                assert any(text in content for content in said), (role, text)
+            at += count
+
+    def answer(self, message: Any, then: list[Any]) -> None:
+        """The model says `message` in the words that the template will use for it when `then` has been said."""
+        asked = self.tokenizer.render(self.history, self.tools)
+        whole = self.tokenizer.render([*self.history, message, *then], self.tools)
+        text, end = str(message["content"]), self.tokenizer.stop_ids[0]
+        if whole.startswith(asked):
+            stops = [self.tokenizer.token(i) for i in self.tokenizer.stop_ids]
+            ahead = len(asked) + whole[len(asked) :].find(text)
+            found = [(at, stop) for stop in stops if (at := whole.find(stop, ahead)) >= 0]
+            if found:
+                at, stop = min(found)
+                text, end = whole[len(asked) : at], self.tokenizer.id_of(stop) or 0
+        sampled = np.array([*self.tokenizer.encode(text), end], np.int32)
+        self.conversation.commit(self._plan, sampled, end, self.tokenizer.decode(sampled[:-1]))
+        self.conversation.answer_as(message)
+        self.history.append(message)
+        self.ids += sampled.tolist()
+
+
+def call(number: int, what: str, content: str) -> dict[str, Any]:
+    return {
+        "role": "assistant",
+        "content": content,
+        "tool_calls": [
+            {
+                "id": f"call{number:05d}",
+                "type": "function",
+                "function": {"name": "look", "arguments": {"what": what, "times": number}},
+            }
+        ],
+    }
+
+
+def seen(number: int, content: str) -> dict[str, Any]:
+    return {"role": "tool", "content": content, "tool_call_id": f"call{number:05d}", "name": "look"}
+
+
+def takes_tools(tokenizer: ChatTokenizer) -> bool:
+    try:
+        text = tokenizer.render([user("q"), call(1, "x", ""), seen(1, "r")], TOOLS)
+    except EnvError:
+        return False
+    return "look" in text
+
+
+@functools.cache
+def uses_tools(tokenizer: ChatTokenizer) -> bool:
+    return takes_tools(tokenizer)
+
+
+def play(tokenizer: ChatTokenizer, data: st.DataObject) -> Talk:
+    tools = TOOLS if uses_tools(tokenizer) and data.draw(st.booleans()) else None
+    talk = Talk(tokenizer, tools)
+    opening: list[Any] = [system(data.draw(words))] if data.draw(st.booleans()) else []
+    talk.prompt([*opening, user(data.draw(words))])
+    for number in range(data.draw(st.integers(1, 4))):
+        if tools and data.draw(st.booleans()):
+            then: list[Any] = [seen(number, data.draw(words))]
+            talk.answer(call(number, data.draw(words), data.draw(st.sampled_from(["", "let me look"]))), then)
+        else:
+            then = [user(data.draw(words))]
+            talk.answer(assistant(data.draw(st.one_of(words, st.just("")))), then)
+        talk.prompt(then)
+    return talk
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@given(data=st.data())
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+def test_every_prompt_is_what_rendering_the_history_gives(name: str, data: st.DataObject) -> None:
+    talk = play(bytes_with(name), data)
+    if name in STABLE:
+        assert talk.samples == 1
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if QWEN.search(name)])
+@given(data=st.data())
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+def test_the_same_with_qwens_own_vocabulary(name: str, data: st.DataObject) -> None:
+    tokenizer = qwen_with(name)
+    if tokenizer is None:
+        pytest.skip("dashscope is not installed: Qwen's own vocabulary is NOT covered")
+    play(tokenizer, data)
+
+
+MISTRAL = (
+    "{{ bos_token }}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
+    "{% for m in messages %}{% if m.role == 'system' %}[SYSTEM_PROMPT]{{ m.content }}[/SYSTEM_PROMPT]"
+    "{% elif m.role == 'user' %}[INST]{{ m.content }}[/INST]{% elif m.role == 'tool' %}[TOOL_RESULTS]"
+    "{{ m.content }}[/TOOL_RESULTS]{% else %}{{ m.content }}{% for c in m.tool_calls or [] %}[TOOL_CALLS]"
+    '[{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}]'
+    "{% endfor %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+"""The instruct format of Tekken's seventh version: no header before an answer, and results before the next."""
+
+
+@given(data=st.data())
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+def test_the_same_with_mistrals_own_vocabulary(data: st.DataObject) -> None:
+    raw = tekken_tokenizer()
+    if raw is None:
+        pytest.skip("mistral-common is not installed: Mistral's own vocabulary is NOT covered")
+    specials = {"bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = ChatTokenizer(
+        raw, MISTRAL, stop_ids=[raw.token_to_id("</s>")], special_tokens=specials, name="mistral"
+    )
+    assert play(tokenizer, data).samples == 1
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_start_up_check_says_of_each_family_what_it_extends(name: str) -> None:
+    probe = probe_append_only(bytes_with(name))
+    assert probe.holds is not ("plain turns" in probe.breaks)
+    if name in STABLE:
+        assert probe.holds
+    assert ("new sample" in probe.summary) is bool(probe.breaks)
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if takes_tools(bytes_with(name))])
+def test_calls_are_read_back_from_what_each_family_prints(name: str) -> None:
+    tokenizer = bytes_with(name)
+    format = detect_format(tokenizer.template_source)
+    if format == "none":
+        assert name in ("cohere2", "gemma4_v5", "lfm2_2_5", "lfm2_v2", "muse_glimmer"), name
+        return
+    arguments = {"what": 'a "quoted" ünï\ncode', "times": 3}
+    message = call(7, "", "")
+    message["tool_calls"][0]["function"]["arguments"] = arguments
+    asked = tokenizer.render([user("q")], TOOLS)
+    whole = tokenizer.render([user("q"), message, seen(7, "r")], TOOLS)
+    assert whole.startswith(asked.removesuffix("<think>\n"))
+    said = whole[len(asked.removesuffix("<think>\n")) :]
+    for end in ENDS.get(name, ["<|im_end|>"]):
+        said = said.split(end)[0]
+    answer = read_answer(said, format, TOOLS, split_thinking=True)
+    assert [one.name for one in answer.calls] == ["look"]
+    assert json.loads(answer.calls[0].arguments) == arguments
+    assert answer.content == ""
