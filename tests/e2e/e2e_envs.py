@@ -75,10 +75,6 @@ class Failing(Stuck):
                 await asyncio.sleep(600)
 
 
-class Unheard(BaseException):
-    """Like no exception that anybody expects."""
-
-
 class Intruder(Words):
     """Reaches for what is not its own."""
 
@@ -92,14 +88,8 @@ class Intruder(Words):
         match self._does:
             case "stop the loop":
                 loop.stop()
-            case "exit":
-                sys.exit(3)
             case "interrupt":
                 raise KeyboardInterrupt
-            case "raise":
-                raise Unheard
-            case "close":
-                raise GeneratorExit
             case "cancel everything":
                 for each in asyncio.all_tasks():
                     each.cancel()
@@ -109,17 +99,11 @@ class Intruder(Words):
                         each.cancel()
             case "exit in a task":
                 self._kept = asyncio.ensure_future(_leaves())
-            case "interrupt in a task":
-                self._kept = asyncio.ensure_future(_leaves(KeyboardInterrupt()))
-            case "exit in a callback":
-                loop.call_soon(sys.exit, 3)
         await asyncio.sleep(0.1)
         return Result(reward=float(ctx.rollout.member % 2))
 
 
-async def _leaves(how: BaseException | None = None) -> None:
-    if how is not None:
-        raise how
+async def _leaves() -> None:
     sys.exit(3)
 
 

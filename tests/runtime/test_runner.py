@@ -786,6 +786,24 @@ def test_a_result_that_is_returned_in_spite_of_a_cancellation_does_not_count() -
     assert (outcome(rollout), rollout.reward) == (("cancelled", "stale"), None)
 
 
+class Unheard(BaseException):
+    """Like no exception that anybody expects."""
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), Unheard("of")])
+def test_an_exception_that_would_leave_the_loop_fails_its_rollout_alone(error: BaseException) -> None:
+    async def leaves(model: Model, ctx: Context) -> Result:
+        await model.chat("hi")
+        raise error
+
+    world = World(leaves, Script("abc"))
+    world.runner.is_sole_canceller = True
+    rollout = world.run()
+    assert outcome(rollout) == ("failed", "environment")
+    assert type(error).__name__ in rollout.outcome.detail
+    assert "test_runner.py:" in rollout.outcome.detail
+
+
 def test_the_end_of_the_loop_passes_through() -> None:
     world = World(one_call, Script("abc", token_s=10.0))
 

@@ -50,7 +50,6 @@ from paceline.ports import Engine
 from paceline.runtime.checkpoints import Checkpoints
 from paceline.runtime.driver import Driver, Fold, first_cause
 from paceline.runtime.gateway import Gateway
-from paceline.runtime.gateway import Gateway
 from paceline.runtime.inbox import Gates, Inbox
 from paceline.runtime.loads import poll_load
 from paceline.runtime.offload import Threads
@@ -246,8 +245,6 @@ class Assembly:
                 groups, offload = Threads(), Threads()
                 stack.callback(groups.close)
                 stack.callback(offload.close)
-                services = ConfiguredServices(config.services, config.chat)
-                stack.push_async_callback(services.close)
                 processor = self._processor(environments, groups, services)
                 gateway = Gateway(config.gateway, tokenizer, config.model.served_name)
                 stack.push_async_callback(gateway.close)
@@ -626,7 +623,10 @@ def _unstoppable(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
     """Refuse `loop.stop()` to code that runs in it: it would end the run in the middle of everything, without a word."""
 
     def refuse() -> None:
-        raise EnvError("loop.stop() is not for code that runs in the loop: the whole run is in it")
+        place = place_of(sys._getframe(1)) or "an unknown place"
+        raise EnvError(
+            f"loop.stop() at {place} is not for code that runs in the loop: the whole run is in it"
+        )
 
     loop.stop = refuse  # type: ignore[method-assign]
     try:

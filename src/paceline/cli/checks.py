@@ -340,12 +340,12 @@ def _env_check(config: RunConfig, section: EnvSection | EvalSection) -> Callable
                     f"set examples to {size}",
                 )
             )
-        if getattr(environment, "tools", None) and _has_tool_support(config) is False:
+        if declares_tools and _has_tool_support(config) is False:
             found.append(
                 Finding(
                     "error",
                     f"{table} {section.label!r} uses tools, and the chat template does not know them",
-                    f"{type(environment).__name__}.tools is set; the template of {config.model.name} renders the "
+                    f"{name}.tools is set; the template of {config.model.name} renders the "
                     "same text with a tool list as without",
                     "set model.chat_template to a template that renders `tools`",
                 )
