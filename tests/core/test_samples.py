@@ -163,8 +163,9 @@ def test_a_record_that_does_not_add_up_is_refused(broken: Turn, says: str) -> No
     assert says in str(refused)
 
 
-def test_s35_turn_advantages_are_refused_and_never_ignored() -> None:
-    assert "turn_advantages" in str(refusal(turn_advantages=(0.5,)))
+def test_turn_rewards_that_do_not_fit_the_turns_are_refused() -> None:
+    assert "turn_rewards" in str(refusal(turn_rewards=(0.5, 1.0, 2.0, 3.0)))
+    assert "turn_rewards" in str(refusal(turn_rewards=(float("nan"),)))
 
 
 def test_lists_and_other_dtypes_become_the_arrays_that_samples_hold() -> None:

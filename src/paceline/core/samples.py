@@ -8,6 +8,7 @@ A record whose parts do not fit together is refused as a whole: padding a missin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from paceline.domain.rollout import Ending, FailureCause, Rollout, Turn, VersionRuns
 from paceline.domain.sample import Sample
-from paceline.errors import PacelineError
+from paceline.errors import InvariantError, PacelineError
 
 HIGHEST_LOGPROB = 1e-4
 """Rounding may lift the logprob of a certain token a little above 0; more than this is no probability."""
@@ -62,9 +63,10 @@ def build_samples(rollout: Rollout, *, seq_len: int, overlong: Literal["cut", "d
     With `cut`, what lies beyond `seq_len` tokens is cut off every sample, and the ending becomes truncated. With
     `drop`, one sample that is too long keeps the whole rollout from training.
     """
-    if rollout.turn_advantages is not None:
+    rewards = rollout.turn_rewards
+    if rewards is not None and (len(rewards) != len(rollout.turns) or not all(map(math.isfinite, rewards))):
         raise RecordRefused(
-            "data", "turn_advantages is set, but turns are not scored one by one yet: leave it out"
+            "data", f"turn_rewards are {rewards}, for {len(rollout.turns)} turns: one finite number a turn"
         )
     turns = [_sound(number, turn) for number, turn in enumerate(rollout.turns)]
     generated = sum([len(turn.sampled_ids) for turn in turns])
@@ -93,6 +95,33 @@ def build_samples(rollout: Rollout, *, seq_len: int, overlong: Literal["cut", "d
         cut_tokens=cut_tokens,
         overlong=why,
     )
+
+
+def turns_of_tokens(rollout: Rollout, samples: Sequence[Sample]) -> tuple[NDArray[np.int32], ...]:
+    """For each sample that `build_samples` made of `rollout`, int32[T]: which turn sampled the token, -1 for none."""
+    turns = rollout.turns
+    whole: list[NDArray[np.int32]] = []
+    for chain, context in _chains(turns):
+        parts: list[NDArray[np.int32]] = []
+        for place, number in enumerate(chain):
+            parts.append(np.full(len(turns[number].prompt_ids), -1, np.int32))
+            mark = -1 if place < context else number  # context trains in an earlier sample
+            parts.append(np.full(len(turns[number].sampled_ids), mark, np.int32))
+        whole.append(np.concatenate(parts))
+    # A sample that was cut is the beginning of its whole; one that trains nothing has vanished.
+    found: list[NDArray[np.int32]] = []
+    at = 0
+    for sample in samples:
+        while at < len(whole) and not (
+            len(whole[at]) >= sample.tokens
+            and np.array_equal(whole[at][: sample.tokens] >= 0, sample.trainable)
+        ):
+            at += 1
+        if at == len(whole):
+            raise InvariantError(f"a sample of {sample.rollout} is not made of the turns of {rollout.id}")
+        found.append(whole[at][: sample.tokens])
+        at += 1
+    return tuple(found)
 
 
 def _chains(turns: Sequence[Turn]) -> list[tuple[list[int], int]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from paceline.envs.group_env import GroupEnv, MultiAgentEnv, Seat
 from paceline.envs.endpoint import Endpoint
+from paceline.envs.group_env import GroupEnv, MultiAgentEnv, Seat
 from paceline.envs.program import ProgramEnv, ProgramRun
 from paceline.envs.protocol import (
     ChatMessage,
@@ -46,9 +46,9 @@ __all__ = [
     "MultiAgentEnv",
     "MultiTurnEnv",
     "Observation",
+    "PlainCalls",
     "ProgramEnv",
     "ProgramRun",
-    "PlainCalls",
     "Recorder",
     "Reply",
     "Result",

@@ -18,6 +18,11 @@ BUILT_IN: Final[Mapping[str, str]] = {
     "arithmetic": "paceline.envs.builtin.environments:Arithmetic",
     "guess-number": "paceline.envs.builtin.environments:GuessNumber",
     "store-search": "paceline.envs.builtin.store_search:StoreSearch",
+    "data": "paceline.envs.adapters.data:PromptAnswerData",
+    "reasoning-gym": "paceline.envs.adapters.reasoning_gym:ReasoningGym",
+    "textarena": "paceline.envs.adapters.text_arena:TextArena",
+    "textarena-selfplay": "paceline.envs.adapters.text_arena:TextArenaSelfPlay",
+    "openenv": "paceline.envs.adapters.openenv:OpenEnv",
 }
 """Environments that come with Paceline, by the name a config gives."""
 

@@ -19,9 +19,16 @@ from paceline.core.advantages.base import (
 from paceline.core.advantages.dr_grpo import DrGrpo
 from paceline.core.advantages.grpo import Grpo, GrpoStd
 from paceline.core.advantages.rloo import Rloo
+from paceline.core.advantages.turn_grpo import TurnGrpo
 from paceline.errors import ConfigError
 
-BUILTIN: Mapping[str, type[Algorithm]] = {"grpo": Grpo, "grpo_std": GrpoStd, "dr_grpo": DrGrpo, "rloo": Rloo}
+BUILTIN: Mapping[str, type[Algorithm]] = {
+    "grpo": Grpo,
+    "grpo_std": GrpoStd,
+    "dr_grpo": DrGrpo,
+    "rloo": Rloo,
+    "turn_grpo": TurnGrpo,
+}
 
 
 def builtin(name: str, args: Mapping[str, Any]) -> Algorithm:

@@ -1,0 +1,354 @@
+"""What is wrong with an environment, found by running it: against a model that answers well, badly and not at all.
+
+Every finding names what was seen and what to do. Nothing here needs an engine or a GPU; virtual time makes waits free,
+and one pass in real time looks for code that holds up the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+from paceline.config import Limits
+from paceline.domain.rollout import Rollout
+from paceline.domain.task import Split
+from paceline.envs.group_env import GroupEnv
+from paceline.envs.protocol import Environment, TaskSource
+from paceline.envs.surroundings import InRun
+from paceline.errors import said_by
+from paceline.runtime.doctor import Finding
+from paceline.testing.play import play
+
+ANSWERS: Final = ("", "yes", "42", "a\n\nb", "é中\U0001f600", "<think>\nno\n</think>\n7", "{", "x" * 400)
+"""What the scripted model says, turn by turn: nothing, words, numbers, unicode, thinking, half a JSON, too much."""
+
+_TURNS: Final = 24
+"""Model calls after which a conversation that does not end by itself is cut."""
+
+_HELD_S: Final = 0.05
+"""Seconds of code between two awaits from which it holds up others: a run has hundreds of rollouts on one loop."""
+
+_OURS: Final = str(Path(__file__).parents[1])
+_LIBRARIES: Final = (*{sysconfig.get_path(n) for n in ("stdlib", "platstdlib", "purelib", "platlib")}, "<")
+
+
+def check_environment(
+    make: Callable[[], Environment], *, tasks: int = 3, group_size: int = 4, answers: Sequence[str] = ()
+) -> list[Finding]:
+    """All findings, errors first. `make` makes the environment anew; `answers` are said besides our own."""
+    env = make()
+    if isinstance(env, GroupEnv):
+        # Its members only move together, which one scripted rollout cannot show.
+        env.bind(InRun(group_size))
+        found = _sources(env, make)
+        found.append(
+            Finding(
+                "warning",
+                "its groups run in one call, and were not rolled out",
+                f"{type(env).__name__} is a GroupEnv",
+                "test rollout_group with seats of your own, as tests/envs do",
+            )
+        )
+        return _ranked(found)
+    found = _sources(env, make)
+    if any(finding.level == "error" for finding in found):
+        return _ranked(found)
+    said = (*answers, *ANSWERS)
+    played = [_played(env, said, start, index) for index in range(tasks) for start in range(len(said))]
+    found += _endings(played)
+    if not any(finding.level == "error" for finding in found):
+        found += [
+            *_repeats(make, said),
+            *_group_starts(make, said),
+            *_rewards(played),
+            *_truncation(env, played),
+            *_branches(played),
+            *_holds_up(make(), said),
+        ]
+    try:
+        asyncio.run(env.close())
+    except Exception as error:  # anybody's code
+        found.append(
+            Finding("error", "close() raises", said_by(error), "release what is held, and let it pass twice")
+        )
+    return _ranked(found)
+
+
+def _ranked(found: list[Finding]) -> list[Finding]:
+    rank = {"error": 0, "warning": 1, "ok": 2}
+    return sorted(found, key=lambda finding: rank[finding.level])
+
+
+def _played(env: Environment, said: Sequence[str], start: int, index: int, **more: Any) -> Rollout:
+    """One rollout whose n-th call is answered with the (start + n)-th answer."""
+    script = [said[(start + n) % len(said)] for n in range(_TURNS)]
+    limits = more.pop("limits", Limits(max_turns=_TURNS))
+    return play(env, script, index=index, limits=limits, **more)
+
+
+# ── tasks ──
+
+
+def _sources(env: Environment, make: Callable[[], Environment]) -> list[Finding]:
+    found: list[Finding] = []
+    prints: dict[Split, str] = {}
+    for split in ("train", "eval"):
+        try:
+            source = env.tasks(split)  # type: ignore[arg-type]
+            size, prints[split] = source.size, source.fingerprint  # type: ignore[index]
+            first = _plain(source, 0)
+            again = _plain(make().tasks(split), 0)  # type: ignore[arg-type]
+        except Exception as error:  # anybody's code
+            level: Any = "error" if split == "train" else "warning"
+            remedy = "return ListTasks([...]) or EndlessTasks(make, fingerprint)"
+            found.append(Finding(level, f"it has no {split} tasks", said_by(error), remedy))
+            continue
+        if size == 0:
+            found.append(Finding("error", f"it has no {split} tasks", "size is 0", "look at its args"))
+            continue
+        found.append(Finding("ok", f"{split} tasks", "endless" if size is None else str(size)))
+        if first != again:
+            found.append(
+                Finding(
+                    "error",
+                    f"{split} task 0 is another one each time it is made",
+                    f"{first[:80]} and then {again[:80]}",
+                    "make tasks from their index and a seed alone: a resumed run must find the same ones",
+                )
+            )
+        if make().tasks(split).fingerprint != prints[split]:  # type: ignore[arg-type,index]
+            found.append(
+                Finding(
+                    "error",
+                    f"the fingerprint of its {split} tasks changes from one start to the next",
+                    "",
+                    "make it of what the tasks are made of: a resumed run would begin anew",
+                )
+            )
+    if len(prints) == 2 and prints["train"] == prints["eval"]:
+        found.append(
+            Finding(
+                "warning",
+                "train and eval have the same tasks",
+                f"both have the fingerprint {prints['train']}",
+                "hold some tasks out, or evals measure what was trained on",
+            )
+        )
+    return found
+
+
+def _plain(source: TaskSource, index: int) -> str:
+    return repr(source.get(index))
+
+
+# ── endings ──
+
+
+def _endings(played: Sequence[Rollout]) -> list[Finding]:
+    found: list[Finding] = []
+    kinds: dict[tuple[str, str | None], list[Rollout]] = {}
+    for rollout in played:
+        kinds.setdefault((rollout.outcome.ending, rollout.outcome.cause), []).append(rollout)
+    remedies = {
+        "environment": "answers of a model may be anything: take them for a wrong answer, and do not raise",
+        "unscored": "score every answer, a wrong one with 0; None only where no score can be had",
+        "infrastructure": "it is tried again; what is not there when it is checked should be there when it runs",
+        "empty": "call the model at least once",
+        "engine": "the scripted model does not fail by itself: let EngineError of a model call pass",
+    }
+    for (ending, cause), rollouts in kinds.items():
+        if ending == "failed":
+            said = [m.content for m in rollouts[0].messages if m.role == "assistant"]
+            facts = f"{rollouts[0].outcome.detail}; after the answer {said[-1] if said else ''!r}"
+            found.append(
+                Finding(
+                    "error",
+                    f"{len(rollouts)} of {len(played)} rollouts failed ({cause})",
+                    facts,
+                    remedies.get(cause or "", ""),
+                )
+            )
+        elif ending == "cancelled":
+            found.append(
+                Finding(
+                    "error",
+                    "it raises CancelledError by itself",
+                    rollouts[0].outcome.detail,
+                    "raise another error: that one is the event loop's own",
+                )
+            )
+    if not found:
+        counts = ", ".join(f"{len(r)} {e}" + (f" ({c})" if c else "") for (e, c), r in kinds.items())
+        found.append(Finding("ok", f"{len(played)} rollouts against odd answers", counts))
+    return found
+
+
+def _rewards(played: Sequence[Rollout]) -> list[Finding]:
+    rewards = [r.reward for r in played if r.reward is not None]
+    if not rewards:
+        return [Finding("error", "no rollout has a reward", "", "return Result(reward=...)")]
+    low, high = min(rewards), max(rewards)
+    if math.isclose(low, high):
+        return [
+            Finding(
+                "warning",
+                "every answer has the same reward",
+                f"{low:g} for all {len(rewards)} rollouts of the scripted model",
+                "if no answer of your model differs either, nothing can be learnt; give partial credit, or check "
+                "with --answer what a right one is worth",
+            )
+        ]
+    return [Finding("ok", "rewards", f"from {low:g} to {high:g}")]
+
+
+# ── repeatability ──
+
+
+def _same(a: Rollout, b: Rollout) -> str:
+    """What two rollouts that should be the same differ in; empty if nothing."""
+    for n, (x, y) in enumerate(zip(a.messages, b.messages, strict=False)):
+        if x != y:
+            return f"message {n} is {x.content[:60]!r} and then {y.content[:60]!r}"
+    if len(a.messages) != len(b.messages):
+        return f"{len(a.messages)} messages and then {len(b.messages)}"
+    return "" if a.reward == b.reward else f"the reward is {a.reward} and then {b.reward}"
+
+
+def _repeats(make: Callable[[], Environment], said: Sequence[str]) -> list[Finding]:
+    first, again = (_played(make(), said, 1, 0, seed=5) for _ in range(2))
+    if difference := _same(first, again):
+        return [
+            Finding(
+                "warning",
+                "the same rollout comes out differently when it is repeated",
+                difference,
+                "draw from ctx.rng and ctx.group_rng, never from `random` or the clock: a retry, and a resumed run, "
+                "must find the same world",
+            )
+        ]
+    return [Finding("ok", "a rollout repeats")]
+
+
+def _group_starts(make: Callable[[], Environment], said: Sequence[str]) -> list[Finding]:
+    first, second = (_played(make(), said, 1, 0, member=m, seed=5) for m in (0, 1))
+    opening = [
+        [
+            m.content
+            for m in r.messages[: next((n for n, m in enumerate(r.messages) if m.role == "assistant"), 0)]
+        ]
+        for r in (first, second)
+    ]
+    if opening[0] != opening[1]:
+        return [
+            Finding(
+                "warning",
+                "members of a group are asked different things",
+                f"{opening[0]} and {opening[1]}",
+                "draw what a task leaves open from ctx.group_rng, which all members share: rewards are compared",
+            )
+        ]
+    return []
+
+
+# ── limits ──
+
+
+def _truncation(env: Environment, played: Sequence[Rollout]) -> list[Finding]:
+    if all(len(r.turns) < 2 for r in played):
+        return []
+    cut = _played(env, ANSWERS, 1, 0, limits=Limits(max_turns=1))
+    if cut.outcome.ending == "truncated" and cut.reward is None:
+        return [
+            Finding(
+                "warning",
+                "a rollout that a limit cuts short has no reward",
+                cut.outcome.detail,
+                "write on_truncated(task, model, ctx, limit), and keep what it needs in ctx.state: unscored ones "
+                "neither vote nor train, so the model never learns to be brief",
+            )
+        ]
+    return []
+
+
+def _branches(played: Sequence[Rollout]) -> list[Finding]:
+    breaks = [r for r in played if any(not turn.extends for turn in r.turns[1:])]
+    if not breaks:
+        return []
+    return [
+        Finding(
+            "warning",
+            "prompts do not extend the conversation so far",
+            f"{len(breaks)} of {len(played)} rollouts",
+            "each break begins a new sample and a prefill from the start: say what is new with model.chat, where the "
+            "history need not be rewritten",
+        )
+    ]
+
+
+# ── holding up the loop ──
+
+
+def _holds_up(env: Environment, said: Sequence[str]) -> list[Finding]:
+    """The longest stretch without an await, in real time, and whose code it was."""
+    watch = _Watch(threading.get_ident())
+    with watch:
+        _played(env, said, 1, 0)
+    if watch.longest < _HELD_S:
+        return []
+    where = f" at {watch.where}" if watch.where else ""
+    return [
+        Finding(
+            "warning",
+            "its code holds up the loop",
+            f"{1000 * watch.longest:.0f} ms without an await{where}",
+            "all rollouts share one loop: set `blocking = True`, use `await ctx.in_thread(...)`, or give it workers",
+        )
+    ]
+
+
+def _own_place(frame: FrameType | None) -> str:
+    """`file:line` of the user's code that runs now; empty while it is ours that runs, or waits."""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(_OURS):
+            return ""
+        if not path.startswith(_LIBRARIES):
+            return f"{Path(path).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+class _Watch:
+    """Looks at a thread from another one: how long it stays in one call of the user's code."""
+
+    def __init__(self, thread: int) -> None:
+        self.longest = 0.0
+        self.where = ""
+        self._thread = thread
+        self._stop = threading.Event()
+        self._looker = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> None:
+        self._looker.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._looker.join()
+
+    def _look(self) -> None:
+        since, place = time.perf_counter(), ""
+        while not self._stop.wait(0.005):
+            now = time.perf_counter()
+            seen = _own_place(sys._current_frames().get(self._thread))
+            if seen != place or not seen:
+                since, place = now, seen
+            elif now - since > self.longest:
+                self.longest, self.where = now - since, seen

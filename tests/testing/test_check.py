@@ -1,0 +1,185 @@
+"""`paceline env check` finds what is wrong, and nothing where nothing is."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cli.main import main
+from paceline.domain.task import Split
+from paceline.envs import (
+    Context,
+    Environment,
+    ListTasks,
+    Model,
+    MultiTurnEnv,
+    Observation,
+    Result,
+    SingleTurnEnv,
+)
+from paceline.envs.builtin.environments import Arithmetic, GuessNumber
+from paceline.envs.builtin.store_search import StoreSearch
+from paceline.runtime.doctor import Finding
+from paceline.testing.check import check_environment
+
+
+class Good(SingleTurnEnv):
+    def tasks(self, split: Split) -> ListTasks:
+        return ListTasks([f"{split} {n}" for n in range(9)])
+
+    def prompt(self, data: Any) -> str:
+        return str(data)
+
+    def score(self, data: Any, text: str) -> float:
+        return len(text) / 400
+
+
+class Raises(Good):
+    def score(self, data: Any, text: str) -> float:
+        return 1.0 / len(text)
+
+
+class Unscored(Good):
+    def score(self, data: Any, text: str) -> Any:
+        return None if text == "42" else 1.0
+
+
+class Flat(Good):
+    def score(self, data: Any, text: str) -> float:
+        return 0.5
+
+
+class SameTasks(Good):
+    def tasks(self, split: Split) -> ListTasks:
+        return ListTasks(["a", "b"])
+
+
+class OtherTasks(Good):
+    def tasks(self, split: Split) -> ListTasks:
+        return ListTasks([random.random() for _ in range(9)], fingerprint="the same")
+
+
+class Random(Good):
+    def prompt(self, data: Any) -> str:
+        return str(random.random())
+
+
+class Unlike(MultiTurnEnv[int]):
+    def tasks(self, split: Split) -> ListTasks:
+        return ListTasks([split])
+
+    def start(self, data: Any, ctx: Context) -> tuple[int, str]:
+        return 0, f"{ctx.rng.integers(10**9)}"
+
+    def step(self, state: int, text: str) -> Observation:
+        return Observation(text, done=state > 2, reward=float(len(text)), state=state + 1)
+
+
+class NoTruncation(Environment):
+    def tasks(self, split: Split) -> ListTasks:
+        return ListTasks([split])
+
+    async def rollout(self, task: Any, model: Model, ctx: Context) -> Result:
+        length = 0
+        for _ in range(3):
+            length += len((await model.complete([{"role": "user", "content": str(length)}])).text)
+        return Result(float(length))
+
+
+class Blocks(Good):
+    def score(self, data: Any, text: str) -> float:
+        time.sleep(0.2)
+        return len(text) / 400
+
+
+class Sleeps(Blocks):
+    blocking = True
+
+
+def found(make: Callable[[], Environment]) -> list[Finding]:
+    return check_environment(make, tasks=1)
+
+
+@pytest.mark.parametrize("make", [Good, Arithmetic], ids=lambda m: m.__name__)
+def test_nothing_is_found_where_nothing_is_wrong(make: Callable[[], Environment]) -> None:
+    assert [f for f in found(make) if f.level != "ok"] == []
+
+
+@pytest.mark.parametrize("make", [GuessNumber, StoreSearch], ids=lambda m: m.__name__)
+def test_games_pass_once_the_model_may_say_a_right_answer(make: Callable[[], Environment]) -> None:
+    findings = check_environment(make, tasks=4, answers=["8", "4", "12", "2", "6", "10", "14"])
+    assert [f for f in findings if f.level != "ok"] == []
+
+
+@pytest.mark.parametrize(
+    ("make", "level", "says"),
+    [
+        (Raises, "error", "failed (unscored)"),
+        (Unscored, "error", "failed (unscored)"),
+        (Flat, "warning", "same reward"),
+        (SameTasks, "warning", "train and eval have the same tasks"),
+        (OtherTasks, "error", "another one each time"),
+        (Random, "warning", "comes out differently"),
+        (Unlike, "warning", "asked different things"),
+        (NoTruncation, "warning", "has no reward"),
+        (NoTruncation, "warning", "do not extend"),
+        (Blocks, "warning", "holds up the loop"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_each_fault_is_found_and_comes_with_a_remedy(make: Any, level: str, says: str) -> None:
+    (finding,) = [f for f in found(make) if says in f.what]
+    assert (finding.level, bool(finding.remedy)) == (level, True)
+
+
+def test_blocking_code_is_named_with_its_line_and_a_thread_is_no_fault() -> None:
+    (finding,) = [f for f in found(Blocks) if "holds up" in f.what]
+    assert "test_check.py:" in finding.facts
+    assert [f for f in found(Sleeps) if "holds up" in f.what] == []
+
+
+def test_a_new_package_has_nothing_wrong_and_the_command_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["init", "tiny-sums", "--dir", str(tmp_path)]) == 0
+    made = tmp_path / "tiny-sums"
+    assert sorted(str(p.relative_to(made)) for p in made.rglob("*") if p.is_file()) == [
+        "README.md",
+        "pyproject.toml",
+        "run.toml",
+        "tests/conftest.py",
+        "tests/test_tiny_sums.py",
+        "tiny_sums/__init__.py",
+    ]
+    monkeypatch.syspath_prepend(str(made))
+    assert main(["env", "check", str(made / "run.toml")]) == 0
+    assert "nothing is wrong with it" in capsys.readouterr().out
+    assert main(["init", "tiny-sums", "--dir", str(tmp_path)]) == 2
+    assert main(["init", "7", "--dir", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "is there already" in said
+    assert "no name for a Python package" in said
+
+
+@pytest.mark.torch
+@pytest.mark.demo
+def test_a_new_package_passes_its_own_tests_which_train_three_steps(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    pytest.importorskip("torch")
+    assert main(["init", "sums", "--dir", str(tmp_path)]) == 0
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x"],
+        cwd=tmp_path / "sums",
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 passed" in done.stdout
