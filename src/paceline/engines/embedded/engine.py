@@ -22,7 +22,7 @@ from paceline.engines.embedded.model import AttentionGroup, Batch, Decoder
 from paceline.engines.embedded.options import EngineOptions
 from paceline.engines.embedded.sampling import SamplingParams, sample, splitmix64, uniforms
 from paceline.engines.embedded.scheduler import FinishReason, Request, RequestError, Scheduler
-from paceline.engines.embedded.weights import ModelSpec, eos_ids, read_weights
+from paceline.engines.embedded.weights import ModelSpec, Weights, eos_ids
 from paceline.errors import ConfigError, InvariantError
 
 PauseMode = Literal["abort", "wait", "keep"]
@@ -159,7 +159,7 @@ class Engine:
 
     def load(self, directory: Path) -> Decoder:
         """Read and check new weights; the running ones stay. WireError names what does not fit."""
-        return Decoder(self.spec, read_weights(directory, self.spec), self._dtype, self.max_len)
+        return Decoder(self.spec, Weights(directory, self.spec), self._dtype, self.max_len)
 
     def swap(self, decoder: Decoder, version: str | None = None) -> None:
         """Sample from these weights from the next step on. No version: the label stays until `relabel`."""

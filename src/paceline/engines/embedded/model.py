@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.engines.embedded.weights import ModelSpec
+from paceline.engines.embedded.weights import ModelSpec, Weights
 
 
 @dataclass(slots=True)
@@ -81,35 +81,51 @@ class _Layer:
 class Decoder:
     """One set of weights. Immutable, so a swap is the assignment of another one."""
 
-    def __init__(self, spec: ModelSpec, tensors: dict[str, Tensor], dtype: torch.dtype, max_len: int) -> None:
+    def __init__(self, spec: ModelSpec, weights: Weights, dtype: torch.dtype, max_len: int) -> None:
+        """Takes what it needs of `weights`; WireError if that is not exactly what is there."""
         self.spec = spec
+        d, f, q, kv = (
+            spec.hidden_size,
+            spec.intermediate_size,
+            spec.heads * spec.head_dim,
+            spec.kv_heads * spec.head_dim,
+        )
 
-        def take(name: str) -> Tensor:
-            return tensors[name].to(dtype).contiguous()
+        def take(name: str, *shape: int) -> Tensor:
+            return weights.take(name, *shape).to(dtype).contiguous()
 
-        def linear(*names: str) -> _Linear:
-            weight = torch.cat([take(f"{name}.weight") for name in names]).t().contiguous()
-            has_bias = f"{names[0]}.bias" in tensors
-            return _Linear(weight, torch.cat([take(f"{name}.bias") for name in names]) if has_bias else None)
+        def linear(rows: dict[str, int], columns: int, has_bias: bool) -> _Linear:
+            """Layers of these names and rows, side by side."""
+            weight = torch.cat([take(f"{name}.weight", count, columns) for name, count in rows.items()])
+            bias = (
+                torch.cat([take(f"{name}.bias", count) for name, count in rows.items()]) if has_bias else None
+            )
+            return _Linear(weight.t().contiguous(), bias)
 
-        def layer(at: str) -> _Layer:
-            attn, mlp, qk_norm = f"{at}.self_attn", f"{at}.mlp", None
-            if spec.qk_norm:
-                norms = ((f"{attn}.q_norm.weight", spec.heads), (f"{attn}.k_norm.weight", spec.kv_heads))
-                qk_norm = torch.cat([take(name).expand(heads, -1) for name, heads in norms])
-            return _Layer(
-                norm=take(f"{at}.input_layernorm.weight"),
-                qkv=linear(f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj"),
-                qk_norm=qk_norm,
-                out=linear(f"{attn}.o_proj"),
-                mlp_norm=take(f"{at}.post_attention_layernorm.weight"),
-                gate_up=linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
-                down=linear(f"{mlp}.down_proj"),
+        def qk_norm(attn: str) -> Tensor:
+            norms = {"q_norm": spec.heads, "k_norm": spec.kv_heads}
+            return torch.cat(
+                [take(f"{attn}.{n}.weight", spec.head_dim).expand(heads, -1) for n, heads in norms.items()]
             )
 
-        self.embedding, self.final_norm = take("model.embed_tokens.weight"), take("model.norm.weight")
-        self.head = self.embedding if spec.is_tied else take("lm_head.weight")
+        def layer(at: str) -> _Layer:
+            attn, mlp = f"{at}.self_attn", f"{at}.mlp"
+            qkv = {f"{attn}.q_proj": q, f"{attn}.k_proj": kv, f"{attn}.v_proj": kv}
+            return _Layer(
+                norm=take(f"{at}.input_layernorm.weight", d),
+                qkv=linear(qkv, d, spec.qkv_bias),
+                qk_norm=qk_norm(attn) if spec.qk_norm else None,
+                out=linear({f"{attn}.o_proj": d}, q, spec.out_bias),
+                mlp_norm=take(f"{at}.post_attention_layernorm.weight", d),
+                gate_up=linear({f"{mlp}.gate_proj": f, f"{mlp}.up_proj": f}, d, spec.mlp_bias),
+                down=linear({f"{mlp}.down_proj": d}, f, spec.mlp_bias),
+            )
+
+        self.embedding = take("model.embed_tokens.weight", spec.vocab_size, d)
+        self.final_norm = take("model.norm.weight", d)
+        self.head = self.embedding if spec.is_tied else take("lm_head.weight", spec.vocab_size, d)
         self.layers = [layer(f"model.layers.{index}") for index in range(spec.layers)]
+        weights.all_taken()
         half = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
         angles = torch.arange(max_len).float()[:, None] * (1.0 / spec.rope_theta**half)
         cos, sin = angles.cos(), angles.sin()

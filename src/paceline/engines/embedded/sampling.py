@@ -45,12 +45,8 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, neutral in (
-            ("n", 1),
-            ("presence_penalty", 0),
-            ("frequency_penalty", 0),
-            ("repetition_penalty", 1),
-        ):
+        neutral_only = {"n": 1, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
+        for name, neutral in neutral_only.items():
             if getattr(self, name) != neutral:
                 raise ValueError(
                     f"{name}={getattr(self, name)} is not supported by the embedded engine: leave it {neutral}"

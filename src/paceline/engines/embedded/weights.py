@@ -82,37 +82,6 @@ class ModelSpec:
         except KeyError as missing:
             raise ConfigError(f"{directory / 'config.json'} has no {missing}") from missing
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor a weight directory must hold, by its Hugging Face name."""
-        d, f, q, kv = (
-            self.hidden_size,
-            self.intermediate_size,
-            self.heads * self.head_dim,
-            self.kv_heads * self.head_dim,
-        )
-        linears = {
-            "self_attn.q_proj": (q, d, self.qkv_bias),
-            "self_attn.k_proj": (kv, d, self.qkv_bias),
-            "self_attn.v_proj": (kv, d, self.qkv_bias),
-            "self_attn.o_proj": (d, q, self.out_bias),
-            "mlp.gate_proj": (f, d, self.mlp_bias),
-            "mlp.up_proj": (f, d, self.mlp_bias),
-            "mlp.down_proj": (d, f, self.mlp_bias),
-        }
-        layer: dict[str, tuple[int, ...]] = {
-            "input_layernorm.weight": (d,),
-            "post_attention_layernorm.weight": (d,),
-        }
-        layer |= {f"{name}.weight": (rows, columns) for name, (rows, columns, _bias) in linears.items()}
-        layer |= {f"{name}.bias": (rows,) for name, (rows, _columns, bias) in linears.items() if bias}
-        if self.qk_norm:
-            layer |= {f"self_attn.{name}.weight": (self.head_dim,) for name in ("q_norm", "k_norm")}
-        shapes = {
-            f"model.layers.{n}.{name}": shape for n in range(self.layers) for name, shape in layer.items()
-        }
-        shapes |= {"model.embed_tokens.weight": (self.vocab_size, d), "model.norm.weight": (d,)}
-        return shapes if self.is_tied else {**shapes, "lm_head.weight": (self.vocab_size, d)}
-
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
@@ -131,48 +100,59 @@ def eos_ids(directory: Path) -> frozenset[int]:
     return frozenset()
 
 
-def read_tensors(directory: Path, spec: ModelSpec) -> dict[str, Tensor]:
-    """All tensors of `directory`, checked by name, shape and finiteness; WireError says which one is wrong.
+class Weights:
+    """The tensors of a directory, each taken once by whoever knows its name and shape; WireError says which is wrong.
 
-    A tensor that is absent, extra or of another shape means other weights than the caller thinks, so
-    nothing is ever filled in or skipped, but for what transformers writes redundantly.
+    A tensor that is absent, extra or of another shape means other weights than the caller thinks, so nothing is ever
+    filled in or skipped, but for what transformers writes redundantly.
     """
+
+    def __init__(self, directory: Path, like: ModelSpec) -> None:
+        """To take the place of others, so of the same spec; a directory without config.json is trusted in that."""
+        self._directory, self._spec = directory, like
+        if (directory / "config.json").exists():
+            own, theirs = asdict(like), asdict(ModelSpec.read(directory))
+            for name in own:
+                if own[name] != theirs[name]:
+                    raise WireError(
+                        f"{directory}: {name} is {theirs[name]}, but this engine runs {own[name]}"
+                    )
+        self._tensors: dict[str, Tensor] = {}
+        for file in _files(directory):
+            try:
+                self._tensors.update(load_file(file))
+            except (OSError, SafetensorError) as error:
+                raise WireError(f"cannot read weights {file}: {error}") from error
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        tensor = self._tensors.pop(name, None)
+        if tensor is None:
+            raise WireError(f"{self._directory} lacks tensor {name} of shape {list(shape)}")
+        if tensor.shape != shape:
+            raise WireError(
+                f"{self._directory}: tensor {name} has shape {list(tensor.shape)}, expected {list(shape)}"
+            )
+        if not bool(torch.isfinite(tensor).all()):
+            raise WireError(f"{self._directory}: tensor {name} holds values that are not finite")
+        return tensor
+
+    def all_taken(self) -> None:
+        """Whoever took them has no use for another."""
+        if self._spec.is_tied:
+            self._tensors.pop("lm_head.weight", None)
+        for name in self._tensors:
+            if not name.endswith("rotary_emb.inv_freq"):
+                raise WireError(
+                    f"{self._directory} holds tensor {name}, which a {self._spec.model_type} model does not have"
+                )
+
+
+def _files(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
     if index.exists():
-        files = sorted({directory / name for name in read_json(index)["weight_map"].values()})
-    else:
-        single = directory / "model.safetensors"
-        files = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
+        return sorted({directory / name for name in read_json(index)["weight_map"].values()})
+    single = directory / "model.safetensors"
+    files = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
     if not files:
         raise WireError(f"{directory} holds no *.safetensors file")
-    found: dict[str, Tensor] = {}
-    for file in files:
-        try:
-            found.update(load_file(file))
-        except (OSError, SafetensorError) as error:
-            raise WireError(f"cannot read weights {file}: {error}") from error
-    wanted = spec.shapes()
-    for name, shape in wanted.items():
-        if name not in found:
-            raise WireError(f"{directory} lacks tensor {name} of shape {list(shape)}")
-        if tuple(found[name].shape) != shape:
-            raise WireError(
-                f"{directory}: tensor {name} has shape {list(found[name].shape)}, expected {list(shape)}"
-            )
-        if not bool(torch.isfinite(found[name]).all()):
-            raise WireError(f"{directory}: tensor {name} holds values that are not finite")
-    redundant = {"lm_head.weight"} if spec.is_tied else set()
-    for name in found.keys() - wanted.keys() - redundant:
-        if not name.endswith("rotary_emb.inv_freq"):
-            raise WireError(f"{directory} holds tensor {name}, which a {spec.model_type} model does not have")
-    return {name: found[name] for name in wanted}
-
-
-def read_weights(directory: Path, like: ModelSpec) -> dict[str, Tensor]:
-    """Weights to take the place of others, so of the same spec; a directory without config.json is trusted in that."""
-    if (directory / "config.json").exists():
-        own, theirs = asdict(like), asdict(ModelSpec.read(directory))
-        for name in own:
-            if own[name] != theirs[name]:
-                raise WireError(f"{directory}: {name} is {theirs[name]}, but this engine runs {own[name]}")
-    return read_tensors(directory, like)
+    return files
