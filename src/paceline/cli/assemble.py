@@ -34,6 +34,7 @@ from paceline.config import (
     FixedAdmission,
     ReferenceTrainer,
     RunConfig,
+    UnbiasedTailScheduling,
 )
 from paceline.core.admission import AdaptiveCap, Admission, Bounds, FixedCap, PredictiveCap
 from paceline.core.advantages import Algorithm, build, builtin
@@ -44,12 +45,11 @@ from paceline.core.setup import core_setup
 from paceline.domain import events as on
 from paceline.domain.commands import FinishRun
 from paceline.domain.ids import EnvName
-from paceline.errors import EnvError, PacelineError, TrainerError, place_of, printable, said_by
+from paceline.errors import ConfigError, EnvError, PacelineError, TrainerError, printable, said_by
 from paceline.journal.writer import FileJournal
 from paceline.ports import Engine
 from paceline.runtime.checkpoints import Checkpoints
 from paceline.runtime.driver import Driver, Fold, first_cause
-from paceline.runtime.gateway import Gateway
 from paceline.runtime.inbox import Gates, Inbox
 from paceline.runtime.loads import poll_load
 from paceline.runtime.offload import Threads
@@ -123,6 +123,17 @@ def admission_of(config: RunConfig, scores_groups: Mapping[EnvName, bool]) -> Ad
         group=max(env.group_size for env in config.env),
     )
     return AdaptiveCap(bounds) if section.type == "adaptive" else PredictiveCap(bounds, risk=section.risk)
+
+
+def _check_groups(config: RunConfig, scores_groups: Mapping[EnvName, bool]) -> None:
+    """ConfigError where an environment says of itself what its config does not: that it scores groups whole."""
+    for env in config.env:
+        whole = scores_groups[env.label] if env.all_or_nothing is None else env.all_or_nothing
+        if whole and isinstance(config.scheduling, UnbiasedTailScheduling):
+            raise ConfigError(
+                f"env {env.label!r} scores groups whole, but scheduling.type 'unbiased_tail' puts rollouts off one by "
+                "one: use another scheduling.type, or set all_or_nothing = false"
+            )
 
 
 class Assembly:
@@ -278,6 +289,7 @@ class Assembly:
         say: Say,
     ) -> FinishRun:
         config = self.config
+        _check_groups(config, environments.scores_groups)
         core = Core(
             core_setup(
                 config,

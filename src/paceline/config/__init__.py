@@ -26,10 +26,15 @@ from paceline.config.mix import MixSection
 from paceline.config.model import ModelSection, SamplingOverride, SamplingSection
 from paceline.config.run import RunConfig, RunSection
 from paceline.config.scheduling import (
+    DividedScheduling,
+    KvAreaScheduling,
     OverlapScheduling,
     OverprovisionScheduling,
+    PartialScheduling,
     SchedulingSection,
     SynchronousScheduling,
+    TailRoundsScheduling,
+    UnbiasedTailScheduling,
 )
 from paceline.config.trainer import CheckpointSection, ExternalTrainer, ReferenceTrainer, TrainerSection
 from paceline.config.workers import InlineWorkers, ProcessWorkers, RayWorkers, WorkersSection
@@ -41,6 +46,7 @@ __all__ = [
     "BatchSection",
     "ChatSection",
     "CheckpointSection",
+    "DividedScheduling",
     "EmbeddedEngine",
     "EngineSection",
     "EnvSection",
@@ -51,6 +57,7 @@ __all__ = [
     "GatewaySection",
     "GibberishFilter",
     "InlineWorkers",
+    "KvAreaScheduling",
     "LengthFilter",
     "Limits",
     "MetricsSection",
@@ -58,6 +65,7 @@ __all__ = [
     "ModelSection",
     "OverlapScheduling",
     "OverprovisionScheduling",
+    "PartialScheduling",
     "PreFilter",
     "PredictiveAdmission",
     "ProcessWorkers",
@@ -73,8 +81,10 @@ __all__ = [
     "Section",
     "SglangEngine",
     "SynchronousScheduling",
+    "TailRoundsScheduling",
     "TensorboardSection",
     "TrainerSection",
+    "UnbiasedTailScheduling",
     "VllmEngine",
     "WandbSection",
     "WorkersSection",

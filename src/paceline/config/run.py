@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -17,7 +17,12 @@ from paceline.config.gateway import GatewaySection
 from paceline.config.metrics import MetricsSection
 from paceline.config.mix import MixSection
 from paceline.config.model import ModelSection, SamplingSection
-from paceline.config.scheduling import OverlapScheduling, SchedulingSection
+from paceline.config.scheduling import (
+    OverlapScheduling,
+    PartialScheduling,
+    SchedulingSection,
+    UnbiasedTailScheduling,
+)
 from paceline.config.trainer import CheckpointSection, ReferenceTrainer, TrainerSection
 
 
@@ -130,6 +135,62 @@ class RunConfig(Section):
                 f"batch.data_parallel is {ranks}, but the reference trainer is one rank, and would leave the rest of "
                 'each batch untrained: set data_parallel = 1, or trainer.type = "external"'
             )
+        return self
+
+    @property
+    def late(self) -> Literal["pinned", "resume"]:
+        """How `unbiased_tail` has a response back: by its noise, where the engine's goes by (seed, position)."""
+        section = self.scheduling
+        if isinstance(section, UnbiasedTailScheduling) and section.late != "auto":
+            return section.late
+        return "pinned" if isinstance(self.engine, EmbeddedEngine) else "resume"
+
+    @property
+    def staleness_bound(self) -> int:
+        """Most steps between the version a batch trains and the oldest that sampled a rollout in it."""
+        if isinstance(self.scheduling, UnbiasedTailScheduling) and self.late == "pinned":
+            return 0
+        return self.scheduling.staleness_bound
+
+    @model_validator(mode="after")
+    def _the_late_have_a_baseline(self) -> Self:
+        section = self.scheduling
+        if not isinstance(section, UnbiasedTailScheduling):
+            return self
+        if section.late == "pinned" and not isinstance(self.engine, EmbeddedEngine):
+            raise ValueError(
+                f'scheduling.late = "pinned" needs noise that depends on (seed, position) alone, and engine '
+                f'{self.engine.type!r} does not promise that: use late = "resume" (or "auto")'
+            )
+        for env in self.env:
+            name = (env.algorithm or self.algorithm).name
+            if name != "rloo" and ":" not in name:
+                raise ValueError(
+                    f"env {env.label!r} has algorithm {name!r}, whose baseline contains the rollout itself: with "
+                    'scheduling.type = "unbiased_tail" late rollouts would weigh differently; use algorithm.name = "rloo"'
+                )
+            if env.all_or_nothing:
+                raise ValueError(
+                    f"env {env.label!r} is all_or_nothing, but unbiased_tail puts rollouts off one by one, so that its "
+                    "groups would be incomplete: use another scheduling.type"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _partial_rollouts_may_grow_as_old_as_they_get(self) -> Self:
+        section = self.scheduling
+        if not isinstance(section, PartialScheduling) or section.budget_tokens is None:
+            return self
+        for env in self.env:
+            longest = env.limits.max_rollout_tokens or env.sampling.over(self.sampling).max_tokens
+            steps = -(-longest // section.budget_tokens) - 1
+            if steps > section.max_staleness and env.on_stale == "drop":
+                raise ValueError(
+                    f"a rollout of env {env.label!r} may sample {longest} tokens, which at scheduling.budget_tokens "
+                    f"{section.budget_tokens} takes {steps} further steps, but max_staleness is "
+                    f"{section.max_staleness}: the longest would always be dropped; raise max_staleness or "
+                    'budget_tokens, or set on_stale = "mask_tokens"'
+                )
         return self
 
     @model_validator(mode="after")

@@ -74,8 +74,119 @@ class OverprovisionScheduling(_Scheduling):
         return self.max_staleness if self.late == "keep" else 0
 
 
+class PartialScheduling(_Scheduling):
+    """A token budget for each rollout and round; what is unfinished goes on in the next round."""
+
+    type: Literal["partial"]
+    """Which scheduling policy."""
+    budget_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that a rollout may sample in one round (Kimi k1.5); none: it runs until the batch is full."""
+    over_issue: float = Field(default=1.0, ge=1)
+    """Fresh rollouts of a round, in batches; without a budget, together with those that go on (APRIL)."""
+    max_staleness: int = Field(default=8, ge=1)
+    """Most optimizer steps between the version a batch trains and the oldest that sampled a rollout in it."""
+
+    @model_validator(mode="after")
+    def _something_is_partial(self) -> Self:
+        if self.budget_tokens is None and self.over_issue == 1:
+            raise ValueError(
+                "budget_tokens is not set and over_issue is 1: nothing would ever be unfinished; set one of them"
+            )
+        return self
+
+    @property
+    def staleness_bound(self) -> int:
+        return self.max_staleness
+
+
+class TailRoundsScheduling(_Scheduling):
+    """Race in short rounds, and run the tasks that lose anew in long ones (RollPacker). Trains on rollouts that are
+    shorter than what the policy makes."""
+
+    type: Literal["tail_rounds"]
+    """Which scheduling policy."""
+    prompts: float = Field(default=1.25, ge=1)
+    """Tasks of a short round, in batches."""
+    responses: float = Field(default=1.25, ge=1)
+    """Rollouts of a task in a short round, in group sizes."""
+
+
+class UnbiasedTailScheduling(_Scheduling):
+    """Put each response off that is longer than a cut-off chosen beforehand, and have the same response back later."""
+
+    type: Literal["unbiased_tail"]
+    """Which scheduling policy."""
+    cutoff_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of a rollout beyond which it is put off; none learns the cut-off that costs least time, for each environment."""
+    late: Literal["auto", "pinned", "resume"] = "auto"
+    """How a response comes back: sampled again with the same noise, where the engine's noise goes by (seed, position), or
+    resumed with the tokens it has; `auto` takes the first that the engine can do."""
+    max_staleness: int = Field(default=32, ge=1)
+    """With `resume`, most optimizer steps between the version a batch trains and the oldest that sampled a rollout in it;
+    without, nothing is stale."""
+
+    @property
+    def staleness_bound(self) -> int:
+        return 0 if self.late == "pinned" else self.max_staleness
+
+
+class _OrderedScheduling(Section):
+    """What the policies that choose anew at every request have in common."""
+
+    lag: int = Field(default=0, ge=0)
+    """Optimizer steps that generation may run ahead; 0 is strictly on-policy."""
+    max_staleness: int = Field(default=4, ge=0)
+    """Most optimizer steps between the version a batch trains and the oldest that sampled a rollout in it."""
+    move_gap: float = Field(default=0.25, ge=0)
+    """Share of a KV cache by which another engine must be emptier for a rollout to move there: its context is then computed
+    again."""
+
+    @model_validator(mode="after")
+    def _bound_covers_the_lag(self) -> Self:
+        return _covers(self, self.max_staleness, self.lag)
+
+    @property
+    def segment_tokens(self) -> int | None:
+        """Of evals: they are not cut."""
+        return None
+
+    @property
+    def staleness_bound(self) -> int:
+        return self.max_staleness
+
+
+class DividedScheduling(_OrderedScheduling):
+    """Short requests; the first of each group, then the longest groups (Seer)."""
+
+    type: Literal["divided"]
+    """Which scheduling policy."""
+    chunk_tokens: int = Field(default=2048, ge=1)
+    """Tokens of one engine request; at its end the rollout may give way to another, or move to another engine."""
+
+
+class KvAreaScheduling(_OrderedScheduling):
+    """Short requests; what is critical for the end of the batch first, else the shortest, by learnt lengths."""
+
+    type: Literal["kv_area"]
+    """Which scheduling policy."""
+    chunk_tokens: int = Field(default=1024, ge=1)
+    """Tokens of one engine request; at its end the rollout may give way to another, or move to another engine."""
+    critical: float = Field(default=0.9, gt=0)
+    """A rollout goes first when this share of the time that is left is expected to remain of it."""
+    fill: float = Field(default=0.75, gt=0, le=1)
+    """Share of the KV caches that is taken to be full on average, to reckon the time that is left."""
+
+
 SchedulingSection = Annotated[
-    OverlapScheduling | SynchronousScheduling | OverprovisionScheduling, Field(discriminator="type")
+    OverlapScheduling
+    | SynchronousScheduling
+    | OverprovisionScheduling
+    | PartialScheduling
+    | TailRoundsScheduling
+    | DividedScheduling
+    | UnbiasedTailScheduling
+    | KvAreaScheduling,
+    Field(discriminator="type"),
 ]
 
 

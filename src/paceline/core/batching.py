@@ -208,6 +208,9 @@ class BatchList:
 _WARN_AT = 32
 """Dead groups in a row after which people are told, unless the limit is so low that it has to be sooner."""
 
+_NOT_OVER = frozenset({"deferred", "discarded"})
+"""Groups that bring nothing because the scheduling policy wants it so: they say nothing about the run."""
+
 
 class DeadStreak:
     """Counts groups in a row that brought nothing to train, and ends the run when they pass the limit."""
@@ -231,6 +234,8 @@ class DeadStreak:
 
         `error` is that of `GroupProcessed`, when processing itself failed.
         """
+        if result.dead in _NOT_OVER:
+            return None
         if result.dead is None:
             self._kinds.clear()
             self._last_error = ""

@@ -39,6 +39,7 @@ class EngineState:
         "held",
         "id",
         "in_flight",
+        "kv_tokens",
         "loading",
         "noted",
         "out",
@@ -57,6 +58,8 @@ class EngineState:
         self.held = held
         self.ready = ready
         """False for one that joined with older weights, until it has loaded the current ones."""
+        self.kv_tokens: int | None = None
+        """KV-cache capacity; None where it does not say."""
         self.out: str | None = None
         """Why it is not used any more."""
         self.loading: Version | None = None
@@ -203,6 +206,10 @@ class Fleet:
                 free += max(0, self._admission.room(engine.id, engine.in_flight - engine.parked))
         return free
 
+    def room(self, engine: EngineState) -> int:
+        """Rollouts that may start on it now."""
+        return self._admission.room(engine.id, engine.active)
+
     def place(self, preferred: EngineId | None) -> EngineState | None:
         """An engine with room: the preferred one, else the one with most room; None when all are full."""
         if preferred is not None:
@@ -248,6 +255,7 @@ class Fleet:
             state.working_tokens = known.working_tokens
             state.calls_to_stop = known.calls_to_stop
             state.strays = known.strays
+        state.kv_tokens = event.info.kv_tokens
         self._engines[event.info.id] = state
         self.several = len(self._engines) > 1
         self._admission.joined(event.info)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.core.accounting import StreamAccount
-from paceline.domain.ids import EngineId, EnvName, RolloutId, Version
+from paceline.domain.ids import EngineId, EnvName, GroupId, RolloutId, Version
 from paceline.domain.rollout import CancelCause
 from paceline.domain.task import TaskRef
 from paceline.errors import InvariantError
@@ -114,6 +114,21 @@ class Flights:
     def all(self) -> list[Flight]:
         """Every flight, oldest first."""
         return list(self._by_id.values())
+
+    @property
+    def is_training(self) -> bool:
+        """Whether any train rollout is not held by the scheduling policy."""
+        return any(not f.held and f.task.split == "train" for f in self._by_id.values())
+
+    def trains_now(self) -> list[Flight]:
+        """Every train flight, oldest first."""
+        return [f for f in self._by_id.values() if f.task.split == "train"]
+
+    def of_group(self, group: GroupId, members: int, attempts: int) -> list[Flight]:
+        """The flights of a group, by member."""
+        found = self._by_id
+        ids = (RolloutId(group, member, attempt) for member in range(members) for attempt in range(attempts))
+        return [found[rollout] for rollout in ids if rollout in found]
 
     def add(self, flight: Flight) -> None:
         if flight.id in self._by_id:

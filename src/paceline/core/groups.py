@@ -26,6 +26,7 @@ class OpenGroup:
         "needs",
         "places",
         "put_off",
+        "references",
         "retries",
         "seed",
         "since",
@@ -58,6 +59,8 @@ class OpenGroup:
         """Members that make it whole; fewer than `size` where they race."""
         self.step = 0
         """The step being collected when it was opened."""
+        self.references: tuple[float, ...] = ()
+        """Rewards of siblings that ended in a group before."""
         self.put_off: PutOff | None = None
         """What it was opened from, if not from a task that was drawn."""
         self.places = 0
@@ -180,6 +183,5 @@ class GroupLedger:
         if self._moved:
             for rollout in group.arrived:
                 self._moved.pop((rollout.id.group, rollout.id.member), None)
-        references = () if group.put_off is None else group.put_off.references
         needs = 0 if group.needs == group.size else group.needs
-        return ClosedGroup(group.id, group.task, group.size, tuple(group.arrived), needs, references)
+        return ClosedGroup(group.id, group.task, group.size, tuple(group.arrived), needs, group.references)

@@ -125,6 +125,7 @@ class Launcher:
     def adopt(self, group: OpenGroup) -> None:
         """Take a train group of an earlier life in line, oldest first."""
         self.pacing.taken += group.places
+        self._policy.opened(group)
         if group.owes_launches:
             self._launchable[group.task.env].append(group)
             self.owing += 1
@@ -150,15 +151,16 @@ class Launcher:
         """Whether a rollout of this environment may start now; sets an alarm for when it may."""
         return self._rate_allows(env)
 
-    def start(self, group: OpenGroup, engine: EngineState) -> None:
+    def start(self, group: OpenGroup, engine: EngineState) -> Flight:
         """Start the next member of an open train group there."""
         env = group.task.env
         if env in self._rates:
             self._rates[env].take(self._out.now)
-        self._start(group, engine)
+        flight = self._start(group, engine)
         if not group.owes_launches:
             self._launchable[env].remove(group)
             self.owing -= 1
+        return flight
 
     def stop_training(self) -> list[OpenGroup]:
         """Take every train group out of line; the caller gives their members up."""
@@ -219,6 +221,8 @@ class Launcher:
 
     def _start_train(self, cut: int, processing: int, free: int) -> bool:
         """Continue an open group, else open a fresh one; False when neither may start now."""
+        if self.owing and not self._policy.may_start():
+            return False
         group = self._oldest_owing() if self.owing else None
         if group is None:
             group = self._open_next(cut, processing)
@@ -297,6 +301,7 @@ class Launcher:
         del self.kept[kept.number]
         group = self._new_group(kept.task, kept.size)
         group.put_off = kept
+        group.references = kept.references
         if kept.group_seed is not None:
             group.seed = kept.group_seed
         return self._admit(group, cut)
@@ -307,6 +312,7 @@ class Launcher:
         self.owing += 1
         group.places = group.needs
         self.pacing.taken += group.places
+        self._policy.opened(group)
         return group
 
     def new_number(self) -> GroupId:
@@ -319,7 +325,7 @@ class Launcher:
         number = self.new_number()
         return self._groups.open(number, task, size, mix(self._group_key, number) >> 1, self._out.seq)
 
-    def _start(self, group: OpenGroup, engine: EngineState | None = None) -> None:
+    def _start(self, group: OpenGroup, engine: EngineState | None = None) -> Flight:
         engine = engine or self._fleet.place(group.engine)
         if engine is None and self._is_whole(group):
             engine = self._fleet.place_anyway()
@@ -358,3 +364,4 @@ class Launcher:
                 put_off=put_off,
             )
         )
+        return flight

@@ -30,6 +30,7 @@ from paceline.core.groups import GroupLedger, OpenGroup
 from paceline.core.launching import Launcher
 from paceline.core.outbox import Outbox
 from paceline.core.scheduling import Overlap, Scheduling
+from paceline.core.scheduling.lengths import EnvLengths
 from paceline.core.setup import CoreSetup
 from paceline.core.staleness import oldest_allowed
 from paceline.core.turns import Turns
@@ -76,6 +77,7 @@ class Core:
         """Set by `restore`: what of the checkpoint did not fit."""
         policy.attach(self)
         self._rounds = policy if policy.has_rounds else None
+        self._ordered = policy if policy.has_order else None
         self._hears_endings = policy if policy.hears_endings else None
         self._admission = admission
         self._specs = {spec.name: spec for spec in setup.train}
@@ -214,6 +216,8 @@ class Core:
             flight.account.move("in_flight", "eval", flight.sampled)
             self._settle_eval(self.groups.settle(rollout))
             return True
+        if self._ordered is not None:
+            self._ordered.left(flight)
         if self._may_retry(rollout):
             flight.account.move("in_flight", "failed", flight.sampled)
             limit = self._specs[rollout.task.env].max_attempts
@@ -222,9 +226,7 @@ class Core:
         flight.account.move("in_flight", "grouped", flight.sampled)
         group.tokens[rollout.id] = flight.sampled
         if rollout.outcome.cause == "deferred" and rollout.outcome.ending == "cancelled":
-            # It comes back with another group; another rollout may have its place now.
-            group.places -= 1
-            self.pacing.taken -= 1
+            self.give_place(group)  # it comes back with another group
         self._process(group, self.groups.settle(rollout))
         if self._hears_endings is not None:
             self._hears_endings.rollout_ended(flight, rollout, group)
@@ -478,13 +480,25 @@ class Core:
         self.launcher.put_offs = number = self.launcher.put_offs + 1
         self.launcher.put_off(do.PutOff(number, task, size, group_seed, noise, again, references, reason))
 
-    def split(self, group: OpenGroup, flights: Sequence[Flight], reason: str) -> None:
+    def split(self, group: OpenGroup, flights: Sequence[Flight], reason: str) -> OpenGroup:
         rest, rollouts = self.launcher.new_number(), tuple([flight.id for flight in flights])
         self._out.say(do.SplitGroup(group.id, rest, rollouts, reason))
-        closed = self.groups.split(group.id, rest, rollouts)
-        group.places -= len(rollouts)
-        self.pacing.taken -= len(rollouts)
-        self._process(group, closed)
+        self._process(group, self.groups.split(group.id, rest, rollouts))
+        return self.groups[rest]
+
+    def note_lengths(self, env: EnvName, lengths: EnvLengths) -> None:
+        self._out.say(lengths.note(env))
+
+    def give_place(self, group: OpenGroup) -> None:
+        group.places -= 1
+        self.pacing.taken -= 1
+
+    def take_place(self, group: OpenGroup) -> None:
+        group.places += 1
+        self.pacing.taken += 1
+
+    def move(self, flight: Flight, engine: EngineState) -> None:
+        self.turns.move(flight, engine)
 
     def noise_of(self, rollout: RolloutId, group: OpenGroup) -> int:
         return self.launcher.noise_of(rollout, group)
@@ -492,8 +506,8 @@ class Core:
     def may_start(self, env: EnvName) -> bool:
         return self.launcher.may_start(env)
 
-    def start(self, group: OpenGroup, engine: EngineState) -> None:
-        self.launcher.start(group, engine)
+    def start(self, group: OpenGroup, engine: EngineState) -> Flight:
+        return self.launcher.start(group, engine)
 
     # ── evals ──
 
@@ -683,6 +697,7 @@ def _plain_group(group: OpenGroup) -> dict[str, Any]:
         "left": group.left,
         "step": group.step,
         "put_off": None if group.put_off is None else msgspec.to_builtins(group.put_off),
+        "references": list(group.references),
     }
 
 
@@ -697,4 +712,6 @@ def _group_of(plain: dict[str, Any], rollouts: Mapping[RolloutId, Rollout]) -> O
     group.left, group.step = plain["left"], plain["step"]
     if plain["put_off"] is not None:
         group.put_off = msgspec.convert(plain["put_off"], do.PutOff)
+        group.references = group.put_off.references
+    group.references = tuple(plain.get("references", group.references))
     return group

@@ -136,7 +136,7 @@ def core_setup(
         evals=config.eval,
         examples={e.label: min(e.examples, sizes["eval", e.label] or e.examples) for e in config.eval},
         lag=config.scheduling.lag,
-        max_staleness=config.scheduling.staleness_bound,
+        max_staleness=config.staleness_bound,
         eval_share=config.admission.eval_share,
         target_rollouts=config.batch.target_rollouts,
         target_tokens=config.batch.tokens,

@@ -202,6 +202,32 @@ class PutOff(msgspec.Struct, frozen=True, gc=False, tag=True):
     reason: str = ""
 
 
+class NoteLengths(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """What the scheduling policy has learnt of an environment's lengths, and how its predictions did. Not answered."""
+
+    env: EnvName
+    ended: int
+    """Rollouts that it learnt from."""
+    median: float
+    """Tokens."""
+    deviation: float
+    """Standard deviation of ln(tokens)."""
+    group_share: float
+    """Share of that variance that a group has in common."""
+    runaways: float
+    """Share of rollouts that go to their limit."""
+    p90: float
+    """Tokens that nine of ten do not pass."""
+    judged: int = 0
+    """Rollouts compared with what was predicted when they began, or when their last sibling ended."""
+    mean_rank: float | None = None
+    """Of them in their predictions: 0.5 when these are neither too long nor too short."""
+    inside_half: float | None = None
+    """Share within the middle half of the prediction."""
+    inside_90: float | None = None
+    """Share within the middle 90%."""
+
+
 class SplitGroup(msgspec.Struct, frozen=True, gc=False, tag=True):
     """Rollouts of an open group that go on later leave it for a group of their own, so that it can close without them.
     They keep their ids. Nothing to perform, and not answered."""
@@ -246,6 +272,7 @@ Command: TypeAlias = (
     | NoteStale
     | NoteDiscarded
     | PutOff
+    | NoteLengths
     | SplitGroup
     | ForgetGroup
     | FinishRun

@@ -145,6 +145,7 @@ class Driver:
             do.NoteStale: _seen_by_folds,
             do.NoteDiscarded: _seen_by_folds,
             do.PutOff: _seen_by_folds,
+            do.NoteLengths: _seen_by_folds,
             do.SplitGroup: _seen_by_folds,
             do.ForgetGroup: _seen_by_folds,
             do.FinishRun: self._finish_run,

@@ -59,7 +59,9 @@ class EngineSlot:
         while True:
             await asyncio.sleep(self._wait_s)
             if self._leaves:
-                await asyncio.Event().wait()  # nobody wants it back any more; whoever asked is stopped with the run
+                await (
+                    asyncio.Event().wait()
+                )  # nobody wants it back any more; whoever asked is stopped with the run
             self._wait_s = min(_MOST_S, max(_FIRST_S, 2 * self._wait_s))
             try:
                 engine, version = await self._renew()

@@ -148,15 +148,17 @@ class Invariants:
         self._rule(rollout not in self._ended, "a rollout started twice", rollout)
         group = self._moved.get(rollout[:2], rollout.group)
         self._rule(group not in self._processed, "a member started after its group closed", rollout)
+        if rollout.attempt:
+            before = rollout._replace(attempt=rollout.attempt - 1)
+            self._rule(before in self._ended, "a retry began before the attempt had ended", rollout)
         if command.put_off:
-            kept = self._kept[command.put_off]
+            kept = self._kept.get(command.put_off)
+            if kept is None:
+                return  # put off in an earlier life
             pinned = not kept.noise or kept.noise[rollout.member] == command.noise_seed
             self._rule(pinned, "a response that was put off came back with other noise", rollout)
             seeded = kept.group_seed is None or kept.group_seed == command.group_seed
             self._rule(seeded, "and from another initial state", rollout)
-        if rollout.attempt:
-            before = rollout._replace(attempt=rollout.attempt - 1)
-            self._rule(before in self._ended, "a retry began before the attempt had ended", rollout)
 
     def _grant(self, world: Watched, command: do.GrantTurn) -> None:
         rollout, engine = command.rollout, command.engine
@@ -222,7 +224,8 @@ class Invariants:
                 counted[name] <= world.admission.cap(name), "an engine is over its cap", name, counted[name]
             )
         if not self._lost_any and not world.admission.learns:
-            self._rule(len(flights) <= core.fleet.cap(), "over the cap", len(flights), core.fleet.cap())
+            parked = sum(flight.parked for flight in core.flights.all())
+            self._rule(len(flights) - parked <= core.fleet.cap(), "over the cap", len(flights), parked)
         if core.finished:
             return  # the list was emptied: what it held is left over
         places = sum(group.places for group in core.groups.groups())

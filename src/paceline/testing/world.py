@@ -481,6 +481,9 @@ class World:
     def _do_PutOff(self, command: do.PutOff) -> None:
         pass
 
+    def _do_NoteLengths(self, command: do.NoteLengths) -> None:
+        pass
+
     def _do_SplitGroup(self, command: do.SplitGroup) -> None:
         pass
 

@@ -7,8 +7,26 @@ from __future__ import annotations
 
 from paceline.core.scheduling.base import Desk, Rounds, Scheduling
 from paceline.core.scheduling.choice import scheduling_of
+from paceline.core.scheduling.divided import Divided
+from paceline.core.scheduling.kv_area import KvArea
 from paceline.core.scheduling.overlap import Overlap
 from paceline.core.scheduling.overprovision import Overprovision
+from paceline.core.scheduling.partial import Partial
 from paceline.core.scheduling.synchronous import Synchronous
+from paceline.core.scheduling.tail_rounds import TailRounds
+from paceline.core.scheduling.unbiased_tail import UnbiasedTail
 
-__all__ = ["Desk", "Overlap", "Overprovision", "Rounds", "Scheduling", "Synchronous", "scheduling_of"]
+__all__ = [
+    "Desk",
+    "Divided",
+    "KvArea",
+    "Overlap",
+    "Overprovision",
+    "Partial",
+    "Rounds",
+    "Scheduling",
+    "Synchronous",
+    "TailRounds",
+    "UnbiasedTail",
+    "scheduling_of",
+]

@@ -14,6 +14,7 @@ from paceline.core.fleet import EngineState, Fleet
 from paceline.core.flights import Flight, Flights
 from paceline.core.groups import GroupLedger, OpenGroup
 from paceline.core.pacing import Pacing
+from paceline.core.scheduling.lengths import EnvLengths
 from paceline.core.setup import CoreSetup
 from paceline.core.staleness import lead
 from paceline.domain.commands import PutOff
@@ -100,8 +101,13 @@ class Desk(Protocol):
         """Keep rollouts of a task for a group of their own, later."""
         ...
 
-    def split(self, group: OpenGroup, flights: Sequence[Flight], reason: str) -> None:
-        """Rollouts that are held leave their group for one of their own, so that it can close without them."""
+    def split(self, group: OpenGroup, flights: Sequence[Flight], reason: str) -> OpenGroup:
+        """Rollouts that are held leave their group for one of their own, which is returned, so that it can close
+        without them."""
+        ...
+
+    def note_lengths(self, env: EnvName, lengths: EnvLengths) -> None:
+        """Tell the journal what was learnt of an environment's lengths, and how predictions did."""
         ...
 
     def noise_of(self, rollout: RolloutId, group: OpenGroup) -> int:
@@ -112,7 +118,19 @@ class Desk(Protocol):
         """Whether its start rate lets a rollout of this environment start now."""
         ...
 
-    def start(self, group: OpenGroup, engine: EngineState) -> None:
+    def give_place(self, group: OpenGroup) -> None:
+        """A member of the group will not end in this round: another rollout may have its place."""
+        ...
+
+    def take_place(self, group: OpenGroup) -> None:
+        """It goes on, and takes a place again."""
+        ...
+
+    def move(self, flight: Flight, engine: EngineState) -> None:
+        """Place a rollout that makes no call on another engine."""
+        ...
+
+    def start(self, group: OpenGroup, engine: EngineState) -> Flight:
         """Start the next member of an open group there; for policies with an order."""
         ...
 
@@ -152,6 +170,13 @@ class Scheduling:
         """Whether a fresh task may be opened, when `next_put_off` has nothing."""
         return True
 
+    def may_start(self) -> bool:
+        """Whether members of open groups may start now."""
+        return True
+
+    def opened(self, group: OpenGroup) -> None:
+        """A train group has been opened; its members are still to start."""
+
     def members(self, group_size: int) -> tuple[int, int]:
         """Of a fresh group: members to start, and how many of them make it whole."""
         return group_size, group_size
@@ -187,6 +212,9 @@ class Scheduling:
     def turn_asked(self, flight: Flight) -> None:
         """A rollout wants an engine request, the next of a turn that was cut or of a new one: it may be held or
         cancelled now, before it goes to the gate."""
+
+    def left(self, flight: Flight) -> None:
+        """A train rollout has stopped, whatever becomes of its member; for policies with an order."""
 
     def rollout_ended(self, flight: Flight, rollout: Rollout, group: OpenGroup) -> None:
         """A train rollout that is its member's last attempt has ended; `group` has taken it in and may be closed."""
@@ -229,6 +257,9 @@ class Rounds(Scheduling):
         """Whether nothing runs, waits for its verdict, or waits to be started."""
         desk = self.desk
         return not desk.flights.trains and not desk.processing and not desk.owing
+
+    def may_start(self) -> bool:
+        return self.is_open
 
     def places(self) -> int:
         return self.batch - self.desk.pacing.taken if self.is_open else 0

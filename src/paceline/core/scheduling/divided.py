@@ -1,0 +1,42 @@
+"""Seer's divided rollouts with context-aware scheduling (arXiv:2511.14617, algorithm 2).
+
+Requests of `chunk_tokens`; the first member of each group is a probe, and probes come first, those that have sampled least;
+then members of the group with the longest estimate, which is the longest of its finished rollouts.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import ClassVar
+
+from paceline.core.flights import Flight
+from paceline.core.groups import OpenGroup
+from paceline.core.scheduling.ordered import Ordered, Rank
+from paceline.domain.ids import GroupId
+from paceline.domain.rollout import Rollout
+
+
+class Divided(Ordered):
+    """Shortest probe first, then the longest group first. Waits for the first in line if it fits nowhere."""
+
+    passes_over: ClassVar[bool] = False
+
+    def __init__(self, chunk_tokens: int, move_gap: float) -> None:
+        super().__init__(chunk_tokens, move_gap)
+        self.estimates: dict[GroupId, int] = {}
+        """Longest finished rollout of each open group of which one has finished."""
+
+    def rank(self, group: OpenGroup, flight: Flight | None) -> Rank:
+        if flight is None:
+            if not group.launched:
+                return (0.0, 0.0)
+        elif flight.id.member == 0:
+            return (0.0, float(flight.sampled))
+        return (1.0, -float(self.estimates.get(group.id, inf)))
+
+    def rollout_ended(self, flight: Flight, rollout: Rollout, group: OpenGroup) -> None:
+        super().rollout_ended(flight, rollout, group)
+        if group.id not in self.desk.groups:
+            self.estimates.pop(group.id, None)
+        elif rollout.outcome.ending in ("completed", "truncated"):
+            self.estimates[group.id] = max(self.estimates.get(group.id, 0), flight.sampled)

@@ -1,0 +1,255 @@
+"""A cut-off chosen beforehand; each response beyond it is put off by itself, and comes back as the same response.
+
+`docs/scheduling.md` proves that what is trained on is then distributed as if nothing had been cut. Who comes back how:
+
+    pinned   cancelled (`deferred`) ─▶ PutOff: its noise, its siblings' rewards ─▶ a group of its own, later, on-policy
+    resume   held at the gate ─▶ SplitGroup: its siblings close without it ─▶ released later, with the tokens it has
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final, Literal
+
+from paceline.core.flights import Flight
+from paceline.core.groups import OpenGroup
+from paceline.core.scheduling.base import Rounds
+from paceline.core.scheduling.lengths import Lengths
+from paceline.domain.commands import PutOff
+from paceline.domain.group import GroupResult
+from paceline.domain.ids import EnvName, GroupId, Version
+from paceline.domain.rollout import Rollout
+
+_SHARES: Final = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99)
+"""Shares on time that cut-offs are tried at, where it is learnt."""
+
+
+class UnbiasedTail(Rounds):
+    """On-policy rounds that end at the cut-off; a round for the late ones when they fill a batch."""
+
+    cuts_whole = True
+    hears_turns = True
+    hears_endings = True
+
+    def __init__(self, cutoff_tokens: int | None, late: Literal["pinned", "resume"]) -> None:
+        super().__init__()
+        self._given = cutoff_tokens
+        self._is_pinned = late == "pinned"
+        self.lengths = Lengths()
+        self.cutoffs: dict[EnvName, int | None] = {}
+        """Of this round, by environment; None: nothing is cut off."""
+        self.is_late = False
+        """Whether this round is for those that were put off."""
+        self._limit = 0
+        """Rollouts of this round: a batch, and what will probably be put off."""
+        self._gone = 0
+        """Put off in this round."""
+        self._late: dict[GroupId, OpenGroup] = {}
+        """`resume`: open groups of which members are held."""
+        self._split: dict[GroupId, GroupId] = {}
+        """`resume`: groups that closed without their late members, and where these are; until the verdicts are in."""
+
+    # ── rounds ──
+
+    @property
+    def most(self) -> int:
+        return max(self._limit, self.batch)
+
+    @property
+    def is_quiet(self) -> bool:
+        desk = self.desk
+        return not desk.flights.is_training and not desk.processing and not desk.owing
+
+    def may_cut(self, step: int, held: Version) -> bool:
+        return super().may_cut(step, held) and self.is_quiet
+
+    def places(self) -> int:
+        if not self.is_open:
+            return 0
+        taken = self.desk.pacing.taken
+        first = self._limit - self._gone - taken
+        if first > 0 and not self.is_late:
+            return first
+        # A second wave only when the first is over, and has not filled the batch.
+        return self.batch - taken if self.is_late or self.is_quiet else 0
+
+    def open_round(self) -> None:
+        desk = self.desk
+        for env, lengths in self.lengths.envs().items():
+            if lengths.ended:
+                desk.note_lengths(env, lengths)
+        waiting = self._waiting
+        self.is_late = waiting >= self.batch or (waiting > 0 and desk.out_of_tasks)
+        self._gone = 0
+        self._limit = self.batch
+        self.cutoffs = {spec.name: self._cutoff(spec.name) for spec in desk.setup.train}
+        if self.is_late:
+            self._let_go_on()
+            return
+        share = self._share_late()
+        # What will be put off is started on top, and as much more as it may vary by: a second wave would take a round.
+        self._limit += math.ceil(
+            share / (1 - share) * self.batch + math.sqrt(self.batch * share / (1 - share))
+        )
+
+    def next_put_off(self) -> PutOff | None:
+        if self.is_late or self.desk.out_of_tasks:
+            return next(iter(self.desk.kept.values()))
+        return None
+
+    def advance(self) -> None:
+        super().advance()
+        if not self.is_open or self.is_late or not (self.desk.kept or self._late) or not self.is_quiet:
+            return
+        if self._waiting >= self.batch or self.desk.out_of_tasks:
+            # The round is over and has not filled its batch: most of it was put off, or nothing fresh is left.
+            self.is_late = True
+            self._let_go_on()
+
+    # ── the cut-off ──
+
+    def _cutoff(self, env: EnvName) -> int | None:
+        """The one given, or the one at which a sample costs least time.
+
+        With a share p late, the rounds on time last as long as the cut-off, and a round of late ones as long as the
+        longest of a batch: in steps of decoding, (1 - p)·cutoff + p·longest a batch.
+        """
+        if self._given is not None:
+            return self._given
+        lengths = self.lengths.of(env)
+        if not lengths.knows:
+            return None
+        predicted = lengths.predict()
+        best, least = None, math.inf
+        for share in _SHARES:
+            cutoff = predicted.quantile(share)
+            late = predicted.beyond(cutoff)
+            longest = predicted.quantile(1 - late / (2 * self.batch))
+            cost = (1 - late) * cutoff + late * longest
+            if cost < least:
+                best, least = math.ceil(cutoff), cost
+        return best
+
+    def _share_late(self) -> float:
+        """Share of the rollouts of a round that will be put off, as far as is known; at most a half."""
+        known = [
+            (self.lengths.of(spec.name), self.cutoffs[spec.name], spec.source.weight)
+            for spec in self.desk.setup.train
+        ]
+        total = sum(weight for _, _, weight in known)
+        late = sum(
+            weight * lengths.predict().beyond(cutoff)
+            for lengths, cutoff, weight in known
+            if cutoff is not None and lengths.knows
+        )
+        return min(0.5, late / total)
+
+    def _cutoff_of(self, flight: Flight) -> int | None:
+        """Its cut-off; none for one that has been put off before."""
+        group = self.desk.groups.of(flight.id)
+        if group.put_off is not None or flight.mark:
+            return None
+        return self.cutoffs.get(flight.task.env)
+
+    def budget(self, flight: Flight) -> int | None:
+        limit, cutoff = self.desk.setup.segment_tokens, self._cutoff_of(flight)
+        if cutoff is None:
+            return limit
+        left = max(1, cutoff - flight.sampled)
+        return left if limit is None else min(left, limit)
+
+    def turn_asked(self, flight: Flight) -> None:
+        cutoff = self._cutoff_of(flight)
+        if cutoff is None or flight.sampled < cutoff:
+            return
+        self.lengths.of(flight.task.env).cut_off(flight.id.group, flight.id.member, flight.sampled)
+        self._gone += 1
+        why = f"it has sampled {flight.sampled} tokens, and the cut-off of this round is {cutoff}"
+        if self._is_pinned:
+            self.desk.cancel(flight, "deferred", why)
+            return
+        group = self.desk.groups.of(flight.id)
+        flight.mark = flight.sampled
+        self.desk.give_place(group)
+        self.desk.hold(flight, why)
+        self._late[group.id] = group
+        self._close_on_time(group)
+
+    # ── endings ──
+
+    def rollout_ended(self, flight: Flight, rollout: Rollout, group: OpenGroup) -> None:
+        if rollout.outcome.ending in ("completed", "truncated"):
+            group_id, member = rollout.id.group, rollout.id.member
+            if group.put_off is not None and group.put_off.again:
+                group_id, member, _ = group.put_off.again[member]
+            is_runaway = rollout.outcome.cause in ("tokens", "context")
+            lengths = self.lengths.of(rollout.task.env)
+            lengths.end(group_id, member, flight.sampled, is_runaway=is_runaway)
+        if flight.held:
+            self.desk.take_place(group)  # it was stopped, and is a member of its group again
+        if group.id not in self.desk.groups:
+            self._late.pop(group.id, None)
+        elif group.id in self._late:
+            self._close_on_time(group)
+
+    def group_processed(self, group: OpenGroup, result: GroupResult) -> None:
+        rest = self._split.pop(group.id, None)
+        if rest is not None and rest in self.desk.groups:
+            votes = {v.rollout for v in result.verdicts if v.advantage is not None}
+            self.desk.groups[rest].references = tuple(
+                [float(r.reward) for r in group.arrived if r.id in votes and r.reward is not None]
+            )
+        late = tuple([v.rollout for v in result.verdicts if v.fate == "deferred"])
+        if late:
+            self.desk.put_off(
+                group.task,
+                len(late),
+                f"{len(late)} of {group.size} were beyond the cut-off",
+                group_seed=group.seed,
+                noise=tuple([self.desk.noise_of(rollout, group) for rollout in late]),
+                again=late,
+                references=result.references,
+            )
+
+    # ── resume: what is held ──
+
+    @property
+    def _waiting(self) -> int:
+        """Rollouts that were put off and have not come back."""
+        held = sum(flight.held for flight in self.desk.flights.trains_now()) if self._late else 0
+        return held + sum(kept.size for kept in self.desk.kept.values())
+
+    def _members(self, group: OpenGroup) -> list[Flight]:
+        return [f for f in self.desk.flights.trains_now() if self.desk.groups.of(f.id) is group]
+
+    def _close_on_time(self, group: OpenGroup) -> None:
+        """Let the members close that finished by the cut-off, once none of them is left to come: two at least, since
+        one alone would have no baseline. It waits for the rest then."""
+        if group.owes_launches or group.id in self._split.values():
+            return
+        members = self._members(group)
+        scored = sum(
+            r.outcome.ending in ("completed", "truncated") and r.reward is not None for r in group.arrived
+        )
+        if members and scored >= 2 and all(flight.held for flight in members):
+            self._late.pop(group.id)
+            rest = self.desk.split(
+                group, members, "they go on in a later round; their siblings close without them"
+            )
+            self._late[rest.id] = rest
+            self._split[group.id] = rest.id
+
+    def _let_go_on(self) -> None:
+        for flight in self.desk.flights.trains_now():
+            if flight.held:
+                self.desk.take_place(self.desk.groups.of(flight.id))
+                self.desk.release(flight)
+
+    # ── resuming a run ──
+
+    def snapshot(self) -> dict[str, Any]:
+        return {"policy": "unbiased_tail", "lengths": self.lengths.snapshot()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        if state.get("policy") == "unbiased_tail":
+            self.lengths.restore(state["lengths"])
