@@ -45,11 +45,12 @@ from paceline.core.setup import core_setup
 from paceline.domain import events as on
 from paceline.domain.commands import FinishRun
 from paceline.domain.ids import EnvName
-from paceline.errors import ConfigError, EnvError, PacelineError, TrainerError, printable, said_by
+from paceline.errors import ConfigError, EnvError, PacelineError, TrainerError, place_of, printable, said_by
 from paceline.journal.writer import FileJournal
 from paceline.ports import Engine
 from paceline.runtime.checkpoints import Checkpoints
 from paceline.runtime.driver import Driver, Fold, first_cause
+from paceline.runtime.gateway import Gateway
 from paceline.runtime.inbox import Gates, Inbox
 from paceline.runtime.loads import poll_load
 from paceline.runtime.offload import Threads

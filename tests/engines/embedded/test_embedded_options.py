@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.engines.embedded import EngineOptions
+from paceline.engines.embedded import __main__ as process
 from paceline.errors import ConfigError
 
 
@@ -39,3 +41,28 @@ def test_a_value_that_cannot_work_is_refused_by_name(wrong: dict[str, Any]) -> N
 def test_whoever_starts_an_engine_need_not_import_torch() -> None:
     check = "import sys, paceline.engines.embedded; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+
+
+def test_the_token_may_come_from_a_file_and_is_never_on_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from paceline.engines.embedded import server
+
+    served: list[EngineOptions] = []
+
+    async def serve(options: EngineOptions) -> None:
+        served.append(options)
+
+    monkeypatch.setattr(server, "serve", serve)
+    file = tmp_path / "token"
+    file.write_text("hunter2\n")
+    parser = EngineOptions.parser()
+    process.add_arguments(parser)
+    words = ["--model", "m", "--no-exit-with-parent", "--token-file"]
+    assert process.run(parser.parse_args([*words, str(file)])) == 0
+    assert served[0].token == "hunter2"
+    assert "hunter2" not in served[0].arguments()
+    file.write_text("\n")
+    assert process.run(parser.parse_args([*words, str(file)])) == 2
+    assert "is empty" in capsys.readouterr().err
+    assert process.run(parser.parse_args([*words, str(tmp_path / "none")])) == 2
