@@ -10,7 +10,7 @@ TORCH ?= torch==2.13.0
 JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-fast vllm-env vllm-server test-vllm check format bench docs report clean
+.PHONY: help setup demo demo-tools test test-fast vllm-env vllm-server test-vllm check format bench docs report clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ setup: $(VENV)/.ready  ## make the virtual environment
 
 demo: setup  ## train the small policy on this machine's CPU, and watch the reward rise
 	$(BIN)/paceline run examples/reverse-text/run.toml $(ARGS)
+
+demo-tools: setup  ## the same with a tool: the policy asks a database, in a worker process
+	$(BIN)/paceline run examples/store-search/run.toml $(ARGS)
 
 test: setup  ## all tests
 	$(BIN)/pytest -n $(JOBS) $(ARGS)

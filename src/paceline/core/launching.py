@@ -100,15 +100,16 @@ class Launcher:
             if self.evals and self._flights.evals < eval_limit:
                 if not self._fits(self.evals[0], free):
                     return
-                self._start_eval()
+                started = self._start_eval()
             elif draining:
                 return
             elif by_order:
-                if not self._policy.seat_next():
-                    return
-            elif not self._start_train(cut, processing, free):
+                started = int(self._policy.seat_next())
+            else:
+                started = self._start_train(cut, processing, free)
+            if not started:
                 return
-            free -= 1
+            free -= started
 
     def open_eval(self, task: TaskRef, size: int) -> OpenGroup:
         """Queue one example of an eval."""
@@ -202,11 +203,22 @@ class Launcher:
             return cap
         return max(1, int(self._setup.eval_share * cap), cap - self._policy.most)
 
-    def _start_eval(self) -> None:
+    def _start_eval(self) -> int:
+        """Start the next; returns how many rollouts that was."""
         group = self.evals[0]
-        self._start(group)
+        started = self._start_members(group)
         if not group.owes_launches:
             self.evals.popleft()
+        return started
+
+    def _start_members(self, group: OpenGroup) -> int:
+        """Start the next member of a group, or all of one that runs whole."""
+        self._start(group)
+        started = 1
+        while group.owes_launches and self._is_whole(group):
+            self._start(group)
+            started += 1
+        return started
 
     def _fits(self, group: OpenGroup, free: int) -> bool:
         """Whether a group may start its next member with `free` permits. One that runs whole starts with all of its
@@ -219,25 +231,26 @@ class Launcher:
     def _is_whole(self, group: OpenGroup) -> bool:
         return (group.task.split, group.task.env) in self._setup.whole_groups
 
-    def _start_train(self, cut: int, processing: int, free: int) -> bool:
-        """Continue an open group, else open a fresh one; False when neither may start now."""
+    def _start_train(self, cut: int, processing: int, free: int) -> int:
+        """Continue an open group, else open a fresh one; returns how many rollouts started, 0 when neither may now."""
         if self.owing and not self._policy.may_start():
             return False
         group = self._oldest_owing() if self.owing else None
         if group is None:
             group = self._open_next(cut, processing)
             if group is None:
-                return False
+                return 0
         if not self._fits(group, free):
-            return False
+            return 0
         env = group.task.env
+        started = self._start_members(group)
         if env in self._rates:
-            self._rates[env].take(self._out.now)
-        self._start(group)
+            for _ in range(started):
+                self._rates[env].take(self._out.now)
         if not group.owes_launches:
             self._launchable[env].remove(group)  # the first, unless others wait for their engines
             self.owing -= 1
-        return True
+        return started
 
     def _open_next(self, cut: int, processing: int) -> OpenGroup | None:
         """Open a group that has places: what was put off, if the policy wants it now, else a task that is drawn."""

@@ -1,0 +1,117 @@
+"""Cases about environments' limits: whole groups against the cap, rollouts of one environment at once, the mix."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from paceline.config import EvalSection
+from paceline.core.setup import CoreSetup, TrainSpec
+from paceline.domain import commands as do
+from paceline.domain import events as on
+from paceline.domain.rollout import Outcome
+from paceline.testing import Invariants, Plan, Script, Trace, World, setup_for, train_env
+
+LOST = Outcome("failed", "infrastructure", "sandbox lost")
+
+
+def whole(setup: CoreSetup, *where: tuple[str, str]) -> CoreSetup:
+    return msgspec.structs.replace(setup, whole_groups=frozenset(where))
+
+
+def in_flight(world: Trace) -> list[tuple[float, dict[int, int]]]:
+    """(seconds, rollouts in flight by group) after each event."""
+    running: dict[int, int] = {}
+    seen = []
+    for at, event, commands in world.journal:
+        if isinstance(event, on.RolloutEnded):
+            running[event.rollout.id.group] -= 1
+        for command in commands:
+            if isinstance(command, do.StartRollout):
+                running[command.rollout.group] = running.get(command.rollout.group, 0) + 1
+        seen.append((at, {group: n for group, n in running.items() if n}))
+    return seen
+
+
+@pytest.mark.parametrize("size", [3, 4, 6])
+def test_s07_a_group_that_runs_whole_starts_with_all_its_members_or_waits(size: int) -> None:
+    setup = whole(setup_for(train_env(group_size=size), batch=size, max_steps=4), ("train", "env"))
+    world = World(setup, Script(seconds=lambda r, _t: 1.0 + r.member), cap=4).run()
+    assert world.finish is not None
+    assert world.finish.status == "done"
+    begun: set[int] = set()
+    for _, groups in in_flight(world):
+        for group, members in groups.items():
+            if group not in begun:
+                begun.add(group)
+                assert members == size  # all of them at once
+        if size > 4:
+            assert len(groups) <= 1  # larger than all permits together: alone
+        else:
+            assert sum(groups.values()) <= 4
+
+
+def test_s07_it_is_not_starved_by_small_ones_nor_are_they_by_it() -> None:
+    envs = train_env("whole", group_size=4), train_env("small", group_size=1)
+    setup = whole(setup_for(*envs, batch=8, max_steps=6), ("train", "whole"))
+    world = World(setup, Script(seconds=lambda r, _t: 1.0 + r.group % 3), cap=5).run()
+    started = [c.task.env for c in world.launched]
+    assert started.count("whole") >= 12
+    assert started.count("small") >= 3
+
+
+def test_s07_an_eval_that_runs_whole_and_is_larger_than_the_cap_is_measured() -> None:
+    held = EvalSection(id="held", examples=2, k=6, every=100)
+    setup = whole(setup_for(batch=4, max_steps=2, evals=[held]), ("eval", "held"))
+    world = World(setup, Script(), cap=4).run()
+    assert {report.rollouts for report in world.evals} == {12}
+
+
+def test_members_of_a_whole_group_are_not_tried_again_one_by_one() -> None:
+    setup = whole(setup_for(train_env(group_size=2, max_attempts=3), batch=4, max_steps=2), ("train", "env"))
+
+    def plan(rollout: object, task: object) -> Plan:
+        group, member, _attempt = rollout  # type: ignore[misc]
+        return Plan(outcome=LOST) if group == 0 and member == 0 else Plan(reward=float(member))
+
+    world = World(setup, Script(plan=plan), cap=4).run()
+    assert {c.rollout.attempt for c in world.launched} == {0}
+
+
+def limited(spec: TrainSpec, most: int) -> TrainSpec:
+    return msgspec.structs.replace(spec, max_concurrent=most)
+
+
+def test_rollouts_of_one_environment_at_once_are_limited_and_the_others_go_on() -> None:
+    envs = limited(train_env("few", group_size=4), 3), train_env("many", group_size=4)
+    world = World(setup_for(*envs, batch=16, max_steps=4), Script(), cap=12, watch=Invariants()).run()
+    running = {"few": 0, "many": 0}
+    most = dict(running)
+    of = {}
+    for _, event, commands in world.journal:
+        if isinstance(event, on.RolloutEnded):
+            running[of[event.rollout.id]] -= 1
+        for command in commands:
+            if isinstance(command, do.StartRollout):
+                of[command.rollout] = command.task.env
+                running[command.task.env] += 1
+                most[command.task.env] = max(most[command.task.env], running[command.task.env])
+    assert most["few"] == 3
+    assert most["many"] > 6
+    assert world.finish is not None
+    assert world.finish.status == "done"
+
+
+def test_s13_what_is_trained_has_the_shares_asked_for_through_the_core() -> None:
+    envs = train_env("a", group_size=2), train_env("b", group_size=2)
+    setup = msgspec.structs.replace(setup_for(*envs, batch=16, max_steps=60), mix_by="rollouts")
+
+    def plan(rollout: object, task: object) -> Plan:
+        group, member, _ = rollout  # type: ignore[misc]
+        dead = task.env == "a" and group % 5 < 3  # type: ignore[attr-defined]
+        return Plan(turns=((0.0, 4.0 if task.env == "a" else 1.0),), reward=0.0 if dead else float(member))  # type: ignore[attr-defined]
+
+    world = World(setup, Script(plan=plan), cap=24, watch=Invariants()).run()
+    shipped = [sample.env for batch in world.batches for sample in batch.samples]
+    later = shipped[len(shipped) // 4 :]
+    assert later.count("a") / len(later) == pytest.approx(0.5, abs=0.06)
