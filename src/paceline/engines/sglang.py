@@ -24,6 +24,7 @@ from msgspec import UNSET, UnsetType
 from paceline.domain.ids import EngineId, Version
 from paceline.domain.load import EngineLoad
 from paceline.domain.rollout import Finish
+from paceline.engines.http.adapters import is_adapter
 from paceline.engines.http.client import HttpEngine
 from paceline.engines.http.link import Answer, Limits, Link
 from paceline.engines.http.probe import (
@@ -195,8 +196,16 @@ class SglangDialect:
             generated_tokens=total("generation_tokens_total"),
         )
 
+    def stamp(self, held: Version) -> Version:
+        return held
+
+    def take_back(self) -> None:
+        """There is nothing to go back to: the weights were replaced."""
+
     async def load_weights(self, version: Version, path: str) -> None:
         link = self._link
+        if is_adapter(path):
+            raise EngineError(f"{link.name}: {path} holds a LoRA adapter; those are loaded into vLLM only")
         async with resumed_after(self._resume, self._marks, link.url, version):
             # Of requests in flight, those of a version without modes return as aborted and are continued.
             await link.demand("POST", "/pause_generation", {"mode": "retract"}, waits_again=False)

@@ -19,12 +19,13 @@ import numpy as np
 
 from paceline.domain.ids import Version
 from paceline.domain.probe import Probe
+from paceline.domain.transfer import TRANSFER_FILE
 from paceline.errors import EngineError
 from paceline.ports import Engine, GenerateRequest, SamplingParams
 
 log = logging.getLogger(__name__)
 
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf", TRANSFER_FILE)
 
 
 class ProbeCheck:

@@ -77,7 +77,9 @@ class FakeServer:
         self.reply, self.raw_logprobs, self.phases = reply, raw_logprobs, routes_loading
         self.calls: list[Call] = []
         self.label = "default"
-        self.loaded = ""
+        self.loaded: Any = ""
+        self.adapters: dict[str, str] = {}
+        self.group: dict[str, Any] = {}
         self.paused = False
         self.metrics = METRICS
         self.running: dict[str, asyncio.Event] = {}
@@ -170,12 +172,16 @@ class FakeServer:
                     return web.json_response(
                         {"error": {"message": "Weight transfer not configured"}}, status=500
                     )
+            case "/init_weight_transfer_engine":
+                self.group = body["init_info"]
             case "/update_weights":
-                self.loaded = body["update_info"]["path"]
+                self.loaded = body["update_info"].get("path") or body["update_info"]
             case "/finish_weight_update":
                 self.label = body.get("weight_version", self.label)
             case "/collective_rpc":
                 self.loaded = body["kwargs"]["weights_path"]
+            case "/v1/load_lora_adapter":
+                self.adapters[body["lora_name"]] = body["lora_path"]
             case "/update_weight_version":
                 self.label = body["new_version"]
             case "/abort_requests":

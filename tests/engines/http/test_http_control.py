@@ -324,3 +324,28 @@ async def test_a_load_that_passes_its_check_flips_the_version() -> None:
         await engine.update_weights(1, "/weights/v1")
         assert engine.version == 1
         assert fake.paths() == [*UPDATE, GENERATE]
+
+
+async def test_s68_a_transfer_that_fails_midway_is_begun_again_as_a_whole() -> None:
+    broken = Say(status=500, body={"error": {"message": "chunk 2 of 3 was lost"}})
+    async with FakeServer() as fake, engine_on(fake) as engine:
+        fake.say("/update_weights", broken)
+        with pytest.raises(EngineError, match="chunk 2 of 3 was lost"):
+            await engine.update_weights(8, "/weights/v8")
+        assert (engine.version, fake.label, fake.paused) == (0, "default", False)
+        fake.calls.clear()
+        await engine.update_weights(8, "/weights/v8")
+        steps = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
+        assert fake.paths(*steps) == steps
+        assert (engine.version, fake.label) == (8, "v8")
+
+
+async def test_s68_weights_that_never_come_whole_are_on_no_token() -> None:
+    broken = Say(status=500, body={"error": {"message": "chunk 2 of 3 was lost"}})
+    async with FakeServer() as fake, engine_on(fake) as engine:
+        for _ in range(3):  # as often as the core asks, before it holds the engine out
+            fake.say("/update_weights", broken)
+            with pytest.raises(EngineError, match="chunk 2 of 3 was lost"):
+                await engine.update_weights(8, "/weights/v8")
+        assert (engine.version, fake.label, fake.paused) == (0, "default", False)
+        assert {version for version, _ in (await engine.generate(request())).versions} == {0}

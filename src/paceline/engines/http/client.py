@@ -255,7 +255,11 @@ class HttpEngine:
             self._takes_calls = True
         if self._check is not None:
             # It works again by now: in-flight requests need not wait for the answer, new turns do.
-            await self._check.after(self, version, path)
+            try:
+                await self._check.after(self, version, path)
+            except BaseException:
+                self._dialect.take_back()
+                raise
 
     # ---- one request
 
@@ -268,7 +272,7 @@ class HttpEngine:
             if failed:
                 flight.wire_id = f"{request.request_id}~{failed + 1}"
             body = self._dialect.encode(request, flight.wire_id)
-            known = self._version
+            known = self._dialect.stamp(self._version)
             wait_s: float | None
             kind: type[EngineError] = EngineError
             try:

@@ -9,6 +9,7 @@ import msgspec
 from paceline.domain.ids import Version
 from paceline.domain.load import EngineLoad
 from paceline.engines.http import wire
+from paceline.engines.http.adapters import Adapter, AdapterLoader, is_adapter
 from paceline.engines.http.link import Link
 from paceline.engines.http.metrics import read_load
 from paceline.engines.http.weights import WeightLoader
@@ -48,6 +49,14 @@ class Dialect(Protocol):
         """Pause, load, label, check the label, resume. Raises EngineError."""
         ...
 
+    def stamp(self, held: Version) -> Version:
+        """The version that the next call is sampled under, where the engine holds `held`."""
+        ...
+
+    def take_back(self) -> None:
+        """What `load_weights` last gave is not to be trusted: calls go to what was there before."""
+        ...
+
 
 class VllmDialect:
     """A vLLM server, or the embedded one."""
@@ -64,13 +73,23 @@ class VllmDialect:
         marks: PauseMarks | None = None,
     ) -> None:
         self.route, self._model = route, model
+        self._adapter: Adapter | None = None
+        self._before: Adapter | None = None
         self._loader = WeightLoader(link, keep_kv=keep_kv, marks=marks)
+        self._adapters = AdapterLoader(link, model)
 
     def encode(self, request: GenerateRequest, wire_id: str) -> bytes:
-        return wire.encode(request, wire_id, self.route, self._model)
+        model = self._model if self._adapter is None else self._adapter.name
+        return wire.encode(request, wire_id, self.route, model)
 
     def decode(self, body: bytes, known: Version) -> GenerateReply:
-        return wire.decode(body, known)
+        return wire.decode(body, known, spans=self._adapter is None)
+
+    def stamp(self, held: Version) -> Version:
+        return held if self._adapter is None else self._adapter.version
+
+    def take_back(self) -> None:
+        self._adapter = self._before
 
     def abort_call(self, wire_id: str) -> tuple[str, bytes]:
         # The server gives a request a name of its own, made of ours.
@@ -83,4 +102,9 @@ class VllmDialect:
         return read_load(page)
 
     async def load_weights(self, version: Version, path: str) -> None:
-        await self._loader.load(version, path)
+        self._before = self._adapter
+        if is_adapter(path):
+            self._adapter = await self._adapters.load(version, path)
+        else:
+            await self._loader.load(version, path)
+            self._adapter = None

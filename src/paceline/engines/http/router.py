@@ -20,6 +20,7 @@ import numpy as np
 
 from paceline.domain.ids import EngineId, Version
 from paceline.domain.load import EngineInfo, EngineLoad
+from paceline.engines.http.adapters import is_adapter
 from paceline.engines.http.client import HttpEngine, connect
 from paceline.engines.http.dialect import VllmDialect
 from paceline.engines.http.link import Limits, Link
@@ -78,6 +79,10 @@ class RouterEngine:
         return EngineLoad(kv_usage=max(load.kv_usage for load in loads), **sums)
 
     async def update_weights(self, version: Version, path: str) -> None:
+        if is_adapter(path):
+            raise EngineError(
+                f"{self.info.id}: {path} holds a LoRA adapter; name the servers in engine.urls and leave out the router"
+            )
         # All at once: until the last of them has it, no new call is sent.
         async with self._front.held_off():
             done = await asyncio.gather(

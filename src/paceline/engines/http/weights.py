@@ -9,14 +9,18 @@ Requests in flight freeze at the pause and go on under the new weights; their KV
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from enum import Enum
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from paceline.domain.ids import Version
+from paceline.domain.transfer import TRANSFER_FILE, Transfer
 from paceline.engines.http.link import Answer, Link
 from paceline.engines.http.wire import error_text, label_of, version_of
 from paceline.errors import EngineError
@@ -84,6 +88,8 @@ class WeightLoader:
     def __init__(self, link: Link, *, keep_kv: bool = False, marks: PauseMarks | None = None) -> None:
         self._link, self._keep_kv, self._marks = link, keep_kv, marks
         self._route: LoadRoute | None = None
+        self._group: dict[str, Any] | None = None
+        """Of a trainer that sends its weights: the group that the server has joined."""
 
     async def load(self, version: Version, path: str) -> None:
         """Returns once the server holds `version` and works again.
@@ -105,10 +111,14 @@ class WeightLoader:
         await self._link.demand("POST", "/resume", waits_again=went_well)
 
     async def _load(self, version: Version, path: str) -> None:
+        sent = await asyncio.to_thread(_read_transfer, path)
+        if sent is not None:
+            await self._receive(version, sent, path)
+            return
         if self._route is not LoadRoute.RELOAD:
             started = await self._start()
             if started:
-                await self._phases(version, path)
+                await self._phases(version, {"path": path}, path)
                 self._route = LoadRoute.PHASES
                 return
         await self._reload(version, path)
@@ -128,13 +138,34 @@ class WeightLoader:
         _succeeded(link, "/start_weight_update", answer)
         return True
 
-    async def _phases(self, version: Version, path: str) -> None:
+    async def _receive(self, version: Version, sent: Transfer, path: str) -> None:
+        """Take weights that the trainer sends to the server itself, in the words of vLLM's documented routes."""
+        link = self._link
+        rank = sent.rank_offsets.get(link.url)
+        if rank is None:
+            raise EngineError(
+                f"{link.name}: {path} is sent to {', '.join(sent.rank_offsets)}: name this server to the trainer's sender, "
+                "too"
+            )
+        if self._group != sent.init_info:
+            await link.demand(
+                "POST",
+                "/init_weight_transfer_engine",
+                {"init_info": {**sent.init_info, "rank_offset": rank}},
+                within_s=link.limits.load_weights_s,
+                repeatable=False,
+            )
+            self._group = sent.init_info
+        await link.demand("POST", "/start_weight_update", {}, repeatable=False)
+        await self._phases(version, sent.update_info, path)
+
+    async def _phases(self, version: Version, update_info: dict[str, Any], path: str) -> None:
         link, patience = self._link, self._link.limits.load_weights_s
         try:
             answer = await link.call(
                 "POST",
                 "/update_weights",
-                {"update_info": {"path": path}},
+                {"update_info": update_info},
                 within_s=patience,
                 repeatable=False,
             )
@@ -169,6 +200,16 @@ class WeightLoader:
         labelled = await link.call("POST", "/update_weight_version", {"new_version": label_of(version)})
         if not labelled.is_missing:  # vLLM before 0.28 keeps no label
             _succeeded(link, "/update_weight_version", labelled)
+
+
+def _read_transfer(path: str) -> Transfer | None:
+    """How a version is sent, where it is not in files."""
+    try:
+        return msgspec.json.decode((Path(path) / TRANSFER_FILE).read_bytes(), type=Transfer)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        raise EngineError(f"{path}/{TRANSFER_FILE} cannot be read: {error}") from error
 
 
 def _succeeded(link: Link, what: str, answer: Answer) -> None:

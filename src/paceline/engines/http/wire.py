@@ -138,8 +138,9 @@ def encode(request: GenerateRequest, request_id: str, route: str, model: str) ->
     )
 
 
-def decode(body: bytes, known: Version) -> GenerateReply:
-    """The reply, checked. `known` stamps the tokens of a server that does not say who sampled them.
+def decode(body: bytes, known: Version, *, spans: bool = True) -> GenerateReply:
+    """The reply, checked. `known` stamps the tokens of a server that does not say who sampled them, or, without `spans`,
+    speaks of the base model's weights where an adapter sampled.
 
     EngineError when it is not exact: no ids, lengths that differ, a logprob that cannot be one.
     """
@@ -161,7 +162,7 @@ def decode(body: bytes, known: Version) -> GenerateReply:
         token_ids=ids,
         logprobs=logprobs,
         finish=finish,
-        versions=version_runs(choice.weight_versions, len(ids), known),
+        versions=version_runs(choice.weight_versions if spans else None, len(ids), known),
         cached_tokens=(details.cached_tokens or 0) if details else 0,
         stop_reason=choice.stop_reason,
     )
