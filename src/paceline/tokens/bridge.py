@@ -29,6 +29,9 @@ from paceline.tokens.tokenizer import ChatTokenizer
 _CACHE_ENTRIES, _CACHE_CHARS = 4096, 16_000_000
 """Encoded prompts kept for reuse: the members of a group share their first, and observations repeat."""
 
+_PATTERNS = 256
+"""Shapes of new messages that are remembered: roles, tools and end tokens are few."""
+
 _ASK = chat.user("~ask~")
 _STANDING_IN = chat.assistant(STAND_IN)
 
@@ -36,7 +39,16 @@ _STANDING_IN = chat.assistant(STAND_IN)
 class Bridge:
     """What is shared by all conversations of one tokenizer: its template's manners, and a cache."""
 
-    __slots__ = ("_append_only", "_asked", "_cache", "_closing", "_stops", "kinds", "tokenizer")
+    __slots__ = (
+        "_append_only",
+        "_asked",
+        "_cache",
+        "_closing",
+        "_patterns",
+        "_stops",
+        "kinds",
+        "tokenizer",
+    )
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self.tokenizer = tokenizer
@@ -44,6 +56,7 @@ class Bridge:
         self._append_only: dict[int, bool] = {}
         self._cache = _Cache(_CACHE_ENTRIES, _CACHE_CHARS)
         self._asked: dict[bytes, str] = {}
+        self._patterns: dict[Hashable, str | None] = {}
         self._closing: dict[bytes, str | None] = {}
         self._stops = tuple(text for i in tokenizer.stop_ids if (text := tokenizer.token(i)))
 
@@ -104,12 +117,27 @@ class Bridge:
                 ids, text, roles, spans = found
                 return Plan(text, new, tools, flags, spans=spans, ids=ids, roles=roles)
             answer = _STANDING_IN
-        text_ = self.rest(answer, new, tools, end)
-        if text_ is None:
+        said = self.rest(answer, new, tools, end)
+        if said is None:
             return None
-        pattern = self.rest(answer, marked(new), tools, end)
-        spans = spans_of(text_, pattern, new) if pattern is not None else ()
-        return Plan(text_, new, tools, flags, spans=spans, anchor=end, key=key)
+        pattern = (
+            self._pattern(answer, new, tools, end) if plain else self.rest(answer, marked(new), tools, end)
+        )
+        spans = spans_of(said, pattern, new) if pattern is not None else ()
+        return Plan(said, new, tools, flags, spans=spans, anchor=end, key=key)
+
+    def _pattern(
+        self, answer: ChatMessage, new: list[ChatMessage], tools: Tools | None, end: int | None
+    ) -> str | None:
+        """Where the contents of `new` go, after a plain answer: the same for all messages of the same roles."""
+        if not all(map(chat.is_plain, new)):
+            return self.rest(answer, marked(new), tools, end)
+        key = (tuple((m["role"], m["content"].strip() != "") for m in new), chat.key_of_tools(tools), end)
+        if key not in self._patterns:
+            if len(self._patterns) >= _PATTERNS:
+                self._patterns.clear()
+            self._patterns[key] = self.rest(answer, marked(new), tools, end)
+        return self._patterns[key]
 
     def spans(self, text: str, messages: list[ChatMessage], tools: Tools | None) -> Spans:
         """Where a whole rendering has the messages' own words."""

@@ -142,6 +142,8 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise Refused(400, f"{where} must be an object with a role", param=where)
     role = message["role"]
+    if role == "user" and isinstance(message.get("content"), str):  # most of a long history
+        return {"role": role, "content": message["content"]}
     if role == "developer":
         role = "system"
     if role == "function":
