@@ -130,6 +130,16 @@ def test_until_it_knows_enough_it_holds_what_fits_at_the_longest() -> None:
     assert "too little" in admission.reason("e0")
 
 
+def test_until_it_knows_enough_it_holds_more_while_contexts_are_a_third_of_what_would_fit() -> None:
+    admission = PredictiveCap()
+    admission.joined(EngineInfo("e0", 131_072, 16_384))
+    for n in range(20):
+        held = Held(admission.cap("e0"))
+        held.working_tokens = 2_000 * held.active  # all wait on a slow tool
+        admission.observe(held, load(0.1), 5.0 * n)
+    assert admission.cap("e0") == 22, "131,072 tokens / 3 / 2,000"
+
+
 def test_a_reading_that_did_not_come_is_not_read_as_free() -> None:
     loop = ClosedLoop(PredictiveCap(), swe_small(6.0), seed=1)
     loop.run(300)

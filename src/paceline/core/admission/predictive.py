@@ -49,6 +49,8 @@ SWING: Final = 1.0
 THRASH: Final = 0.25
 """Hit rate this far below what the model expects is thrashing."""
 SILENT_READINGS: Final = 3
+LIGHT: Final = 1 / 3
+"""Share of the KV cache that contexts may fill before anything is known of how they grow."""
 
 
 class _Engine:
@@ -351,9 +353,14 @@ class PredictiveCap(Admission):
             state.limit = self._bounds.clamp(1.0)
         if state.capacity is not None and state.longest is not None:
             fits = state.capacity / state.longest
+            # Its rollouts may be waiting for slow tools, and tell nothing more for minutes.
+            held = engine.working_tokens / max(1, engine.active)
+            light = LIGHT * state.capacity / held if held else 0.0
             if engine.active >= 0.9 * state.limit and load.kv_usage < 0.5 and not load.waiting:
-                state.limit = self._bounds.clamp(max(state.limit, min(fits, state.limit * 1.25 + 1.0)))
-        state.reason = "too little is known yet: as many as fit at their longest"
+                state.limit = self._bounds.clamp(
+                    max(state.limit, min(max(fits, light), state.limit * 1.25 + 1.0))
+                )
+        state.reason = "too little is known yet: as many as fit at their longest, or at thrice what they hold"
 
     def _profile(self, state: _Engine, engine: Holdings) -> Profile:
         """Of the mix of environments that the engine holds."""
