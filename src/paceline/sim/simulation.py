@@ -58,9 +58,10 @@ class Simulation:
         poll_s: float | None = None,
         shared_kv_s: float | None = None,
         folds: Sequence[Fold] = (),
+        watch: Callable[[Simulation, Event, Sequence[Command]], None] | None = None,
     ) -> None:
         """`poll_s`: seconds between readings of an engine's metrics; None reads none. `shared_kv_s`: engines share a pool of KV, and bringing a token of it takes this long; None: each has its
-        own."""
+        own. `watch` is called after every decision, when its commands were given out."""
         self.core = core
         self.engines = dict(engines)
         self.now = 0.0
@@ -82,6 +83,7 @@ class Simulation:
         self._fault_key = key(core.setup.seed, "faults")
         self._shared_kv_s = shared_kv_s
         self._folds = tuple(folds)
+        self._watch = watch
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._soon: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._order = 0
@@ -157,6 +159,8 @@ class Simulation:
             perform = performers[type(command)]
             if perform is not None:
                 perform(command)
+        if self._watch is not None:
+            self._watch(self, event, commands)
 
     # ── rollouts ──
 
@@ -386,7 +390,8 @@ class Simulation:
     # ── training ──
 
     def _do_ProcessGroup(self, command: do.ProcessGroup) -> None:
-        self.soon(self._process, command)
+        # One turn of the loop later than a rollout that starts at this moment: it takes a task and a slice of work.
+        self.soon(self.soon, self._process, command)
 
     def _process(self, command: do.ProcessGroup) -> None:
         group = command.group

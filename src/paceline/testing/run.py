@@ -14,7 +14,7 @@ import gc
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.config import BatchSection, Limits, SamplingSection
 from paceline.core.admission import Admission, FixedCap
@@ -31,6 +31,7 @@ from paceline.domain.ids import EngineId, EnvName, RolloutId, Version
 from paceline.domain.rollout import Rollout
 from paceline.envs.protocol import Environment
 from paceline.errors import InvariantError
+from paceline.ports import Engine
 from paceline.runtime.driver import Driver
 from paceline.runtime.inbox import Gates, Inbox
 from paceline.runtime.loads import poll_load
@@ -67,7 +68,7 @@ class DriverRun:
     core: Core
     journal: MemoryJournal
     trainer: ScriptedTrainer
-    engines: dict[EngineId, ScriptedEngine]
+    engines: dict[EngineId, Any]
     checkpoints: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     finish: do.FinishRun | None = None
     seconds: float = 0.0
@@ -80,6 +81,20 @@ class DriverRun:
     def commands(self, kind: type[Any]) -> list[tuple[float, Any]]:
         """Every command of a kind with its second."""
         return [(at, c) for at, _, commands in self.journal.entries for c in commands if isinstance(c, kind)]
+
+
+class DrivenEngine(Engine, Protocol):
+    """What a run is given: `ScriptedEngine`, `ModelledEngine`."""
+
+    @property
+    def version(self) -> Version: ...
+
+    @property
+    def running(self) -> int:
+        """Requests under way."""
+        ...
+
+    async def revive(self) -> on.EngineJoined: ...
 
 
 class Controls:
@@ -113,25 +128,27 @@ def run_driver(
     setup: CoreSetup,
     environments: Mapping[EnvName, Environment],
     *,
-    engines: Sequence[ScriptedEngine] | None = None,
+    engines: Callable[[], Sequence[DrivenEngine]] | Sequence[DrivenEngine] | None = None,
     trainer: Callable[[], ScriptedTrainer] = ScriptedTrainer,
     cap: int = 4,
     admission: Admission | None = None,
     scheduling: Scheduling | None = None,
     limits: Limits | None = None,
+    sampling: SamplingSection | None = None,
     algorithm: Algorithm | None = None,
     rules: Callable[[EnvName], GroupRules] | None = None,
     state: dict[str, Any] | None = None,
     poll_s: float = 0.0,
     journal: MemoryJournal | None = None,
     during: Callable[[Controls], None] | None = None,
+    watch: bool = True,
     max_seconds: float = 100_000.0,
 ) -> DriverRun:
     """Run to the end and check that it was a clean one. Raises what ended the run, if that was an error.
 
-    `environments` by name serve the train and the eval sections of that name. `trainer` makes the trainer on the
-    running loop. `during` is called before the first event. `poll_s` 0 reads no loads. TimeoutError when the run is
-    not over after `max_seconds`.
+    `environments` by name serve the train and the eval sections of that name. `engines` and `trainer` may be made on
+    the running loop. `during` is called before the first event. `poll_s` 0 reads no loads. `watch`: whether
+    `Invariants` looks at every decision. TimeoutError when the run is not over after `max_seconds`.
     """
     lost: list[str] = []
 
@@ -142,13 +159,19 @@ def run_driver(
         )
         chosen = admission or FixedCap(cap)
         core = Core(setup, chosen, scheduling)
-        made = {engine.info.id: engine for engine in engines or (ScriptedEngine(),)}
-        run = DriverRun(core, journal or MemoryJournal(), trainer(), made)
+        given = engines() if callable(engines) else engines or (ScriptedEngine(),)
+        made: dict[EngineId, DrivenEngine] = {engine.info.id: engine for engine in given}
+        run = DriverRun(core, journal or MemoryJournal(), trainer(), dict(made))
         if state is not None:
             core.restore(state, state["cut"])
         inbox = Inbox()
         gates = Gates(inbox)
-        runner = RolloutRunner(_runtimes(setup, environments, limits or Limits()), made, gates, loop.time)
+        runner = RolloutRunner(
+            _runtimes(setup, environments, limits or Limits(), sampling or SamplingSection(max_tokens=64)),
+            made,
+            gates,
+            loop.time,
+        )
         processing = {
             spec.name: EnvProcessing(
                 rules(spec.name) if rules else GroupRules(env=spec.name, seq_len=setup.seq_len),
@@ -171,7 +194,7 @@ def run_driver(
             offload=Inline(),
             revive=lambda engine: made[engine].revive(),
             slice_s=inf,
-            folds=[_Watched(setup, core, made, resumed=state is not None)],
+            folds=[_Watched(setup, core, made, resumed=state is not None)] if watch else [],
         )
         if poll_s:
             for engine in made.values():
@@ -197,7 +220,7 @@ def run_driver(
 
 
 def _runtimes(
-    setup: CoreSetup, environments: Mapping[EnvName, Environment], limits: Limits
+    setup: CoreSetup, environments: Mapping[EnvName, Environment], limits: Limits, sampling: SamplingSection
 ) -> dict[tuple[Any, EnvName], EnvRuntime]:
     bridge = Bridge(byte_tokenizer())
     names = [("train", spec.name) for spec in setup.train] + [
@@ -208,23 +231,21 @@ def _runtimes(
             environment=environments[name],
             source=environments[name].tasks("train" if split == "train" else "eval"),
             limits=limits,
-            sampling=SamplingSection(max_tokens=64),
+            sampling=sampling,
             bridge=bridge,
         )
         for split, name in names
     }
 
 
-def _polling(
-    engine: ScriptedEngine, inbox: Inbox, interval_s: float
-) -> Callable[[], Coroutine[Any, Any, None]]:
+def _polling(engine: Engine, inbox: Inbox, interval_s: float) -> Callable[[], Coroutine[Any, Any, None]]:
     async def poll() -> None:
         await poll_load(engine, inbox.post, interval_s=interval_s)
 
     return poll
 
 
-def _check_clean(runner: RolloutRunner, engines: Mapping[EngineId, ScriptedEngine]) -> None:
+def _check_clean(runner: RolloutRunner, engines: Mapping[EngineId, DrivenEngine]) -> None:
     left = [task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     calls = {engine.info.id: engine.running for engine in engines.values() if engine.running}
     if left or calls or runner.running:
@@ -247,7 +268,7 @@ class _Watched:
     """A fold that shows each decision to `Invariants`, as a `World` does."""
 
     def __init__(
-        self, setup: CoreSetup, core: Core, engines: Mapping[EngineId, ScriptedEngine], *, resumed: bool
+        self, setup: CoreSetup, core: Core, engines: Mapping[EngineId, DrivenEngine], *, resumed: bool
     ) -> None:
         self.setup = setup
         self.core = core

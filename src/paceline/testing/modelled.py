@@ -1,0 +1,198 @@
+"""The asyncio runtime in a modelled world: the simulator's engines behind the `Engine` port, and an environment that does
+what a workload plans. On a virtual-time loop this is the simulation with the real driver, runner and gate.
+
+    book = Book({"env": workload})
+    run_driver(setup, {"env": ModelledEnv(book)}, engines=[ModelledEngine("e0", speed, book)], ...)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from math import inf
+
+from paceline.domain.commands import StartRollout
+from paceline.domain.events import EngineJoined
+from paceline.domain.ids import EngineId, EnvName, GroupId, RolloutId, Version, parse_rollout_id
+from paceline.domain.load import EngineInfo, EngineLoad
+from paceline.domain.rollout import Finish, Limit
+from paceline.domain.task import Split, Task
+from paceline.envs.protocol import Context, EndlessTasks, Environment, Model, Result, TaskSource
+from paceline.ports import GenerateReply, GenerateRequest
+from paceline.sim.engine import Call, EngineModel, Speed
+from paceline.sim.plan import RolloutPlan, Workload
+from paceline.sim.records import blank_ids, blank_logprobs
+from paceline.sim.world import WeightsModel
+
+
+class Book:
+    """What engines must know of rollouts and a request does not say: how long the answer will be, and what its context
+    shares with others."""
+
+    def __init__(self, workloads: Mapping[EnvName, Workload]) -> None:
+        self.workloads = workloads
+        self.plans: dict[RolloutId, tuple[EnvName, RolloutPlan]] = {}
+        self.left: dict[RolloutId, int] = {}
+        """Tokens that the turn under way has still to sample."""
+
+
+class ModelledEnv(Environment):
+    """Does what the workload plans."""
+
+    def __init__(self, book: Book) -> None:
+        self._book = book
+        self.running = 0
+
+    def tasks(self, split: Split) -> TaskSource:
+        return EndlessTasks(lambda index: index, "modelled")
+
+    async def rollout(self, task: Task, model: Model, ctx: Context) -> Result:
+        book, env = self._book, task.ref.env
+        # An environment has no business with the seed itself, only with numbers drawn from it; a model of one does.
+        command = StartRollout(ctx.rollout, task.ref, ctx.group_seed, ctx._noise_seed, "", 0)
+        plan = book.workloads[env].plan(command, 0.0)
+        book.plans[ctx.rollout] = env, plan
+        context = plan.scaffold + plan.prompt
+        if plan.start_s:
+            await ctx.sleep(plan.start_s)
+        for wait, observed, sampled in plan.turns:
+            if wait:
+                await ctx.sleep(wait)
+            context += observed
+            book.left[ctx.rollout] = sampled
+            await model.generate(blank_ids(context), max_tokens=sampled)
+            context += sampled
+        if plan.score_s:
+            await ctx.sleep(plan.score_s)
+        cause = plan.outcome.cause
+        limit: Limit | None = None if cause is None else "tokens" if cause == "tokens" else "context"
+        return Result(reward=plan.reward, truncated=limit)
+
+
+class ModelledEngine:
+    """`EngineModel` behind the `Engine` port, on the running loop's clock."""
+
+    def __init__(
+        self,
+        id: EngineId,
+        speed: Speed,
+        book: Book,
+        weights: WeightsModel | None = None,
+        version: Version = 0,
+    ) -> None:
+        self.model = EngineModel(speed, version)
+        self.info = EngineInfo(id, speed.kv_tokens, speed.max_model_len)
+        self._book = book
+        self._weights = weights or WeightsModel()
+        self._calls: dict[str, tuple[Call, asyncio.Future[Finish]]] = {}
+        self._by_rollout: dict[RolloutId, str] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._still: asyncio.Future[None] | None = None
+        """Set when the engine stands still for new weights."""
+        self._chains: dict[tuple[GroupId, str], tuple[tuple[object, int], ...]] = {}
+
+    @property
+    def version(self) -> Version:
+        return self.model.version
+
+    @property
+    def running(self) -> int:
+        """Requests under way."""
+        return len(self._calls)
+
+    async def generate(self, request: GenerateRequest) -> GenerateReply:
+        rollout = parse_rollout_id(request.request_id.rpartition(".t")[0])
+        left = self._book.left[rollout]
+        most = min(left, request.sampling.max_tokens)
+        salt = request.cache_salt
+        loop = asyncio.get_running_loop()
+        call = Call(
+            rollout,
+            len(request.token_ids),
+            most,
+            own=(salt, rollout),
+            chain=self._chain(rollout, salt),
+            block=self.model.speed.block,
+        )
+        done: asyncio.Future[Finish] = loop.create_future()
+        self._calls[request.request_id] = call, done
+        self._by_rollout[rollout] = request.request_id
+        self.model.submit(call, loop.time())
+        self._arm()
+        finish = await done
+        self._book.left[rollout] = left - call.sampled
+        if finish == "stop" and call.sampled < left:
+            finish = "length"
+        count = call.sampled
+        return GenerateReply(
+            blank_ids(count), blank_logprobs(count), finish, call.versions(self.model.version), call.cached
+        )
+
+    def _chain(self, rollout: RolloutId, salt: str) -> tuple[tuple[object, int], ...]:
+        at = (rollout.group, salt)
+        if at not in self._chains:
+            env, plan = self._book.plans[rollout]
+            block = self.model.speed.block
+            scaffold = plan.scaffold // block
+            prompt = (plan.scaffold + plan.prompt) // block - scaffold
+            parts = (((salt, env), scaffold), ((salt, rollout.group), prompt))
+            self._chains[at] = tuple([part for part in parts if part[1]])
+        return self._chains[at]
+
+    async def abort(self, request_id: str) -> None:
+        self._run()
+        if request_id in self._calls:
+            call, _ = self._calls[request_id]
+            self.model.abort(call, asyncio.get_running_loop().time())
+            self._reply(call, "abort")
+            self._arm()
+
+    async def load(self) -> EngineLoad:
+        self._run()
+        return self.model.load(asyncio.get_running_loop().time())
+
+    async def update_weights(self, version: Version, path: str) -> None:
+        loop = asyncio.get_running_loop()
+        self._run()
+        self.model.stop(loop.time(), drain=self._weights.mode == "drain")
+        if not self.model.is_still:
+            self._still = loop.create_future()
+            self._arm()
+            await self._still
+        if self._weights.load_s:
+            await asyncio.sleep(self._weights.load_s)
+        self.model.go_on(loop.time(), version, recompute=self._weights.mode == "recompute")
+        self._arm()
+
+    async def revive(self) -> EngineJoined:
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    async def close(self) -> None: ...
+
+    def _reply(self, call: Call, finish: Finish) -> None:
+        assert isinstance(call.key, RolloutId)
+        _, done = self._calls.pop(self._by_rollout.pop(call.key))
+        if not done.done():
+            done.set_result(finish)
+
+    def _run(self) -> None:
+        """Go on to now. A timer fires a rounding error early or late, so what is as good as due is due."""
+        now = asyncio.get_running_loop().time()
+        if self.model.next_at <= now + 1e-9:
+            for call in self.model.run(max(now, self.model.next_at)):
+                self._reply(call, "stop")
+        if self.model.is_still and self._still is not None and not self._still.done():
+            self._still.set_result(None)
+
+    def _due(self) -> None:
+        self._timer = None
+        self._run()
+        self._arm()
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self.model.next_at < inf:
+            self._timer = asyncio.get_running_loop().call_at(self.model.next_at, self._due)

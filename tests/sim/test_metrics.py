@@ -1,0 +1,149 @@
+"""Metrics and the lower bound, on cases that can be worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from sim_kit import simulation
+
+from paceline.core.admission import FixedCap
+from paceline.core.scheduling import Synchronous
+from paceline.domain.commands import StartRollout
+from paceline.domain.ids import RolloutId
+from paceline.domain.task import TaskRef
+from paceline.errors import ConfigError
+from paceline.sim.bound import lower_bound, tail_probability
+from paceline.sim.engine import Speed
+from paceline.sim.metrics import Measure, confidence, length_bias, ramp_s, summarize, tail_s
+from paceline.sim.plan import RolloutPlan
+from paceline.sim.workloads import PRESETS, Reasoning, ReasoningLengths, workload_of
+
+EVEN = Speed(
+    kv_tokens=10**7, weights_s=0.01, overhead_s=0.0, seq_s=0.0, token_s=0.0, kv_s=0.0, attention_s=0.0,
+    max_num_seqs=1024, max_model_len=10**6, max_batched_tokens=1 << 20,
+)  # fmt: skip
+"""Every step takes 10 ms, whatever the batch."""
+
+
+class TwoPercent:
+    """2% of the rollouts are ten times as long."""
+
+    longest = 2000
+
+    def plan(self, command: StartRollout, now: float) -> RolloutPlan:
+        long = command.noise_seed % 50 == 0
+        return RolloutPlan(
+            prompt=16, turns=((0.0, 0, 1000 if long else 100),), reward=command.rollout.member % 2
+        )
+
+
+def test_s10_a_batch_of_128_holds_a_long_one_in_92_percent_of_the_steps() -> None:
+    assert tail_probability(0.02, 128) == pytest.approx(0.925, abs=5e-4)
+
+
+def test_s10_a_synchronous_step_takes_as_long_as_its_longest_rollout() -> None:
+    measure = Measure()
+    sim = simulation(
+        workload=TwoPercent(), speed=EVEN, engines=1, train_s=0.0, scheduling=Synchronous(), lag=0, max_staleness=0,
+        admission=FixedCap(200), batch=128, group_size=2, max_steps=60, folds=[measure],
+    )  # fmt: skip
+    sim.run(steps=50)
+    long = [max(seen.lengths) > 100 for seen in measure.steps]
+    # 50 steps: 92.5% of them with a long one, to three standard deviations.
+    assert abs(np.mean(long) - 0.925) < 3 * (0.925 * 0.075 / 50) ** 0.5
+    for seen, is_long in zip(measure.steps, long, strict=True):
+        assert seen.cut - seen.began == pytest.approx(10.0 if is_long else 1.0, rel=0.03)
+
+
+def test_a_summary_adds_up_what_was_trained() -> None:
+    measure = Measure()
+    simulation(folds=[measure], max_steps=3).run()
+    summary = summarize(measure, skip=1)
+    assert summary is not None
+    assert summary.steps == 2
+    tokens = sum(seen.tokens for seen in measure.steps[1:])
+    assert summary.goodput * summary.seconds == pytest.approx(tokens)
+    assert summary.seconds == pytest.approx(measure.steps[2].trained - measure.steps[0].trained)
+    assert summarize(measure, skip=3) is None
+
+
+def test_the_tail_is_the_time_of_the_last_tenth() -> None:
+    assert tail_s([float(n) for n in range(1, 101)]) == 10.0
+    assert tail_s([1.0] * 10) == 0.0
+
+
+def test_length_bias_is_nought_for_the_same_lengths_and_shows_what_is_missing() -> None:
+    drawn = [100] * 90 + [1000] * 10
+    same = length_bias(drawn, drawn)
+    assert (same.mean, same.ks, same.cap_share) == (0.0, 0.0, 0.1)
+    raced = length_bias([100] * 90, drawn)
+    assert raced.mean == pytest.approx(100 / 190 - 1)
+    assert raced.cap_share == 0.0
+    assert raced.ks == pytest.approx(0.1)
+
+
+def test_a_ramp_ends_where_the_later_level_is_first_reached() -> None:
+    assert ramp_s([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [0.0, 50.0, 96.0, 100.0, 100.0, 100.0]) == 2.0
+
+
+def test_an_interval_is_that_of_student() -> None:
+    mean, half = confidence([1.0, 2.0, 3.0])
+    assert mean == 2.0
+    assert half == pytest.approx(4.303 / 3**0.5)
+    assert confidence([5.0]) == (5.0, 0.0)
+
+
+def test_the_bound_of_even_steps_is_the_longest_path_or_the_work() -> None:
+    few = lower_bound([16] * 4, [100, 100, 100, 1000], EVEN, 1)
+    assert few.path_s == pytest.approx(10.0)
+    assert few.seconds == few.path_s
+    many = lower_bound([16] * 4096, [1000] * 4096, EVEN, 1)
+    assert many.work_s == pytest.approx(4 * 1000 * 0.01)  # four batches of 1024 sequences
+    with pytest.raises(ConfigError, match="3 prompts and 2 lengths"):
+        lower_bound([1, 1, 1], [1, 1], EVEN, 1)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_no_simulated_batch_is_faster_than_the_bound(seed: int) -> None:
+    measure = Measure()
+    speed = Speed(kv_tokens=60_000, max_model_len=40_000)
+    sim = simulation(
+        "tailsieve", seed=seed, batch=128, engines=2, speed=speed, train_s=0.0, scheduling=Synchronous(), lag=0,
+        max_staleness=0, admission=FixedCap(64), max_steps=4, folds=[measure],
+    )  # fmt: skip
+    sim.run(steps=2)
+    for seen in measure.steps:
+        bound = lower_bound([0] * len(seen.lengths), seen.lengths, speed, 2)
+        assert seen.cut - seen.began >= bound.seconds
+
+
+@pytest.mark.parametrize(
+    ("preset", "mean", "at_cap", "icc"),
+    [("rp-16k", 1367, 0.031, (0.05, 0.3)), ("seer-qwen-vl", 7615, 0.02, (0.75, 0.95)), ("tailsieve", 1880, 0.006, (0.6, 0.8))],
+)  # fmt: skip
+def test_presets_have_the_lengths_they_were_fitted_to(
+    preset: str, mean: float, at_cap: float, icc: tuple[float, float]
+) -> None:
+    source = workload_of(PRESETS[preset], 5)
+    shape = PRESETS[preset]
+    assert isinstance(shape, ReasoningLengths)
+    lengths = np.array([[_length(source, g, m) for m in range(8)] for g in range(1500)], float)
+    assert lengths.mean() == pytest.approx(mean, rel=0.12)
+    assert (lengths >= shape.cap).mean() == pytest.approx(at_cap, abs=0.012)
+    within = lengths.var(axis=1, ddof=1).mean()
+    between = lengths.mean(axis=1).var(ddof=1) - within / 8
+    assert icc[0] < between / (between + within) < icc[1]
+
+
+def test_a_task_and_a_noise_seed_say_all_about_a_rollout() -> None:
+    shape = ReasoningLengths(median=500, sigma=1.0, cap=8000, icc=0.7)
+    a, b = Reasoning(shape, 1), Reasoning(shape, 1)
+    for task in (5, 1, 5, 9000, 1):
+        assert _length(a, task, 3) == _length(b, task, 3)
+    assert _length(a, 1, 3) != _length(Reasoning(shape, 2), 1, 3)
+
+
+def _length(source: object, task: int, member: int) -> int:
+    noise = (task * 7919 + member * 104_729) * 0x9E3779B97F4A7C15 % (1 << 62)
+    command = StartRollout(RolloutId(task, member), TaskRef("env", "train", task), 0, noise, "e0", 0)
+    return source.plan(command, 0.0).sampled  # type: ignore[attr-defined]
