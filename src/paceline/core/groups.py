@@ -20,6 +20,7 @@ class OpenGroup:
         "arrived",
         "closed_unlaunched",
         "engine",
+        "fallback",
         "id",
         "launched",
         "left",
@@ -60,7 +61,9 @@ class OpenGroup:
         self.step = 0
         """The step being collected when it was opened."""
         self.references: tuple[float, ...] = ()
-        """Rewards of siblings that ended in a group before."""
+        """What its members are compared with instead of each other: rewards of siblings that ended before."""
+        self.fallback: float | None = None
+        """What one is compared with that ends alone, its siblings being put off."""
         self.put_off: PutOff | None = None
         """What it was opened from, if not from a task that was drawn."""
         self.places = 0
@@ -184,4 +187,6 @@ class GroupLedger:
             for rollout in group.arrived:
                 self._moved.pop((rollout.id.group, rollout.id.member), None)
         needs = 0 if group.needs == group.size else group.needs
-        return ClosedGroup(group.id, group.task, group.size, tuple(group.arrived), needs, group.references)
+        return ClosedGroup(
+            group.id, group.task, group.size, tuple(group.arrived), needs, group.references, group.fallback
+        )

@@ -46,8 +46,6 @@ _FURTHEST: tuple[Fate, ...] = (
 _POLICY_FATES: dict[str, Fate] = {"stale": "stale", "deferred": "deferred", "discarded": "discarded"}
 """Causes of a cancellation that are fates of their own."""
 
-_PUT_OFF_WHOLE = "fewer than two of its group finished by the cut-off: the whole group is put off"
-
 
 class GroupRules(msgspec.Struct, frozen=True, kw_only=True):
     """What holds for the groups of one environment."""
@@ -199,9 +197,6 @@ def _members(group: ClosedGroup, rules: GroupRules, build: Build = build_samples
             members = _all(
                 members, "void", f"all-or-nothing: {needs - scored} of {needs} members have no score"
             )
-    if any([m.fate == "deferred" for m in members]) and sum([m.votes for m in members]) < 2:
-        # Alone it would have no baseline, and weigh less than one with siblings. All come back together.
-        members = _all(members, "deferred", _PUT_OFF_WHOLE)
     return members
 
 
@@ -266,11 +261,18 @@ def _in_view(member: _Member) -> bool:
     return member.votes or member.fate == "queued"
 
 
+def _references(group: ClosedGroup, members: Sequence[_Member]) -> tuple[float, ...]:
+    """What the members are compared with, if not with each other."""
+    if group.references or group.fallback is None or sum([m.votes for m in members]) != 1:
+        return group.references
+    return (group.fallback,)
+
+
 def _view(group: ClosedGroup, members: Sequence[_Member]) -> GroupView:
     seen = [member for member in members if _in_view(member)]
     rollouts = tuple([member.rollout for member in seen])
     arrays = (
-        np.array(group.references, np.float64),
+        np.array(_references(group, members), np.float64),
         np.array([rollout.reward for rollout in rollouts], np.float64),
         np.array([member.votes for member in seen], np.bool_),
         np.array([member.built.generated_tokens for member in seen if member.built], np.int64),

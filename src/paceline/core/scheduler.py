@@ -698,6 +698,7 @@ def _plain_group(group: OpenGroup) -> dict[str, Any]:
         "step": group.step,
         "put_off": None if group.put_off is None else msgspec.to_builtins(group.put_off),
         "references": list(group.references),
+        "fallback": group.fallback,
     }
 
 
@@ -714,4 +715,5 @@ def _group_of(plain: dict[str, Any], rollouts: Mapping[RolloutId, Rollout]) -> O
         group.put_off = msgspec.convert(plain["put_off"], do.PutOff)
         group.references = group.put_off.references
     group.references = tuple(plain.get("references", group.references))
+    group.fallback = plain.get("fallback")
     return group

@@ -47,8 +47,10 @@ class ClosedGroup(msgspec.Struct, frozen=True, gc=False):
     needs: int = 0
     """Members that make it whole, where more were started than count; 0 stands for `size`."""
     references: tuple[float, ...] = ()
-    """Rewards of siblings that ended in a group before, when this is the rest of one that was put off: they are in the
-    baseline, and their rollouts train elsewhere."""
+    """What the members are compared with instead of each other, when this is the rest of a group that was put off: the
+    rewards of the siblings that ended before."""
+    fallback: float | None = None
+    """What a member is compared with that ended alone, where its siblings were put off; None where nothing is."""
 
 
 class Verdict(msgspec.Struct, frozen=True, gc=False):

@@ -116,6 +116,7 @@ class ProcessGroupLine(msgspec.Struct, frozen=True, gc=False, tag="ProcessGroup"
     reason: str = ""
     needs: int = 0
     references: tuple[float, ...] = ()
+    fallback: float | None = None
 
 
 class ShipBatchLine(msgspec.Struct, frozen=True, gc=False, tag="ShipBatch"):
@@ -251,6 +252,7 @@ def _process_group(command: c.ProcessGroup) -> ProcessGroupLine:
         command.reason,
         group.needs,
         group.references,
+        group.fallback,
     )
 
 
@@ -411,7 +413,9 @@ class Restorer:
             case ProcessGroupLine():
                 ended = self._ended.pop(line.group, {})
                 rollouts = tuple(ended[id_] for id_ in line.rollouts if id_ in ended)
-                group = ClosedGroup(line.group, line.task, line.size, rollouts, line.needs, line.references)
+                group = ClosedGroup(
+                    line.group, line.task, line.size, rollouts, line.needs, line.references, line.fallback
+                )
                 return c.ProcessGroup(group, line.reason)
             case ShipBatchLine():
                 return c.ShipBatch(Batch(line.step, _samples_of(line.samples), line.rollouts), line.reason)

@@ -60,8 +60,8 @@ class GroupView(msgspec.Struct, frozen=True):
     samples: tuple[tuple[Sample, ...], ...]
     """The samples of each member that may train; empty for one that only votes."""
     references: NDArray[np.float64] = np.zeros(0)
-    """Rewards of siblings whose group closed before: members of the baseline, but not of this view. Empty unless this is
-    the rest of a group that was put off."""
+    """What these members are compared with instead of each other: rewards of siblings whose group closed before. Empty
+    unless this is the rest of a group that was put off."""
 
     def __len__(self) -> int:
         return len(self.rollouts)
@@ -95,12 +95,15 @@ class Algorithm(Protocol):
 
 
 def centred(view: GroupView) -> NDArray[np.float64]:
-    """Reward minus the mean of those that vote; exactly 0 everywhere when no reward differs or nobody votes."""
+    """Reward minus the mean of those that vote, or of the references where there are any; exactly 0 everywhere when no
+    reward differs or nobody votes."""
     rewards = view.rewards
     voting = rewards if view.votes.all() else rewards[view.votes]
     if len(view.references):
-        voting = np.concatenate([voting, view.references])
-    if not len(voting) or not _differ(voting if len(view.references) else rewards):
+        voting = view.references
+        if not _differ(np.concatenate([rewards, voting])):
+            return np.zeros(len(rewards))
+    elif not len(voting) or not _differ(rewards):
         return np.zeros(len(rewards))
     difference: NDArray[np.float64] = rewards - np.add.reduce(voting) / len(voting)
     return difference

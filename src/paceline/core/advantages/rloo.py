@@ -17,15 +17,15 @@ from paceline.core.advantages.base import Advantages, Algorithm, GroupView, cent
 class Rloo(Algorithm):
     """A = r - mean of the other members' rewards, which is n / (n - 1) times (r - mean(r)).
 
-    A member without others gets 0. One that does not vote is compared with all that do. Siblings that ended in a group
-    before (`view.references`) are others too.
+    A member without others gets 0. One that does not vote is compared with all that do. Where
+    there are references, they are the others, and no member of the view is.
     """
 
     name = "rloo"
 
     def advantages(self, view: GroupView, replies: Sequence[Any]) -> Advantages:
         values = centred(view)
-        voters = int(np.count_nonzero(view.votes)) + len(view.references)
-        if voters > 1:
+        voters = int(np.count_nonzero(view.votes))
+        if voters > 1 and not len(view.references):
             values[view.votes] *= voters / (voters - 1)
         return Advantages(values)

@@ -24,6 +24,15 @@ _SHARES: Final = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 
 """Shares on time that cut-offs are tried at, where it is learnt."""
 
 
+_MEMORY: Final = 1000.0
+"""Rollouts over which the mean reward is taken."""
+
+
+def _alone(group: OpenGroup) -> tuple[float, ...]:
+    """What rollouts of a group are compared with of which no other was on time."""
+    return () if group.fallback is None else (group.fallback,)
+
+
 class UnbiasedTail(Rounds):
     """On-policy rounds that end at the cut-off; a round for the late ones when they fill a batch."""
 
@@ -44,6 +53,8 @@ class UnbiasedTail(Rounds):
         """Rollouts of this round: a batch, and what will probably be put off."""
         self._gone = 0
         """Put off in this round."""
+        self._rewards: dict[EnvName, tuple[float, float]] = {}
+        """Mean reward of the latest rollouts, and how many they are."""
         self._late: dict[GroupId, OpenGroup] = {}
         """`resume`: open groups of which members are held."""
         self._split: dict[GroupId, GroupId] = {}
@@ -158,6 +169,10 @@ class UnbiasedTail(Rounds):
         left = max(1, cutoff - flight.sampled)
         return left if limit is None else min(left, limit)
 
+    def opened(self, group: OpenGroup) -> None:
+        # Known before any member draws its noise, so that it is independent of them.
+        group.fallback = self._rewards.get(group.task.env, (0.0, 0.0))[0]
+
     def turn_asked(self, flight: Flight) -> None:
         cutoff = self._cutoff_of(flight)
         if cutoff is None or flight.sampled < cutoff:
@@ -185,6 +200,10 @@ class UnbiasedTail(Rounds):
             is_runaway = rollout.outcome.cause in ("tokens", "context")
             lengths = self.lengths.of(rollout.task.env)
             lengths.end(group_id, member, flight.sampled, is_runaway=is_runaway)
+            if rollout.reward is not None and math.isfinite(rollout.reward):
+                mean, seen = self._rewards.get(rollout.task.env, (0.0, 0.0))
+                seen = min(seen + 1, _MEMORY)
+                self._rewards[rollout.task.env] = (mean + (rollout.reward - mean) / seen, seen)
         if flight.held:
             self.desk.take_place(group)  # it was stopped, and is a member of its group again
         if group.id not in self.desk.groups:
@@ -196,9 +215,8 @@ class UnbiasedTail(Rounds):
         rest = self._split.pop(group.id, None)
         if rest is not None and rest in self.desk.groups:
             votes = {v.rollout for v in result.verdicts if v.advantage is not None}
-            self.desk.groups[rest].references = tuple(
-                [float(r.reward) for r in group.arrived if r.id in votes and r.reward is not None]
-            )
+            on_time = [float(r.reward) for r in group.arrived if r.id in votes and r.reward is not None]
+            self.desk.groups[rest].references = tuple(on_time) or _alone(group)
         late = tuple([v.rollout for v in result.verdicts if v.fate == "deferred"])
         if late:
             self.desk.put_off(
@@ -208,7 +226,7 @@ class UnbiasedTail(Rounds):
                 group_seed=group.seed,
                 noise=tuple([self.desk.noise_of(rollout, group) for rollout in late]),
                 again=late,
-                references=result.references,
+                references=result.references or _alone(group),
             )
 
     # ── resume: what is held ──
@@ -223,15 +241,15 @@ class UnbiasedTail(Rounds):
         return [f for f in self.desk.flights.trains_now() if self.desk.groups.of(f.id) is group]
 
     def _close_on_time(self, group: OpenGroup) -> None:
-        """Let the members close that finished by the cut-off, once none of them is left to come: two at least, since
-        one alone would have no baseline. It waits for the rest then."""
-        if group.owes_launches or group.id in self._split.values():
+        """Let the members close that finished by the cut-off, once none of them is left to come."""
+        if group.owes_launches or group.references or group.id in self._split.values():
             return
         members = self._members(group)
-        scored = sum(
-            r.outcome.ending in ("completed", "truncated") and r.reward is not None for r in group.arrived
-        )
-        if members and scored >= 2 and all(flight.held for flight in members):
+        if not members or not all(flight.held for flight in members):
+            return
+        if not group.arrived:
+            group.references = _alone(group)  # all are late: nobody is on time to be compared with
+        else:
             self._late.pop(group.id)
             rest = self.desk.split(
                 group, members, "they go on in a later round; their siblings close without them"
@@ -248,8 +266,10 @@ class UnbiasedTail(Rounds):
     # ── resuming a run ──
 
     def snapshot(self) -> dict[str, Any]:
-        return {"policy": "unbiased_tail", "lengths": self.lengths.snapshot()}
+        rewards = {env: list(each) for env, each in self._rewards.items()}
+        return {"policy": "unbiased_tail", "lengths": self.lengths.snapshot(), "rewards": rewards}
 
     def restore(self, state: dict[str, Any]) -> None:
         if state.get("policy") == "unbiased_tail":
             self.lengths.restore(state["lengths"])
+            self._rewards = {env: (mean, seen) for env, (mean, seen) in state["rewards"].items()}
