@@ -6,18 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.cli.api import run
+    from paceline.cli.studies import simulate
     from paceline.tokens.tokenizer import resolve_model_dir as model_dir
     from paceline.transport.reader import publish_weights, read_batches
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "model_dir", "publish_weights", "read_batches", "run"]
+__all__ = ["__version__", "model_dir", "publish_weights", "read_batches", "run", "simulate"]
 
 _HOME = {
     "model_dir": ("paceline.tokens.tokenizer", "resolve_model_dir"),
     "publish_weights": ("paceline.transport.reader", "publish_weights"),
     "read_batches": ("paceline.transport.reader", "read_batches"),
     "run": ("paceline.cli.api", "run"),
+    "simulate": ("paceline.cli.studies", "simulate"),
 }
 """Public names are imported when they are first asked for: a trainer pays for the reader alone."""
 

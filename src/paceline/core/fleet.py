@@ -161,6 +161,7 @@ class Fleet:
         "_admission",
         "_engines",
         "_refused",
+        "_usable",
         "held",
         "homeless",
         "newest",
@@ -172,6 +173,8 @@ class Fleet:
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
         self._engines: dict[EngineId, EngineState] = {}
+        self._usable: tuple[EngineState, ...] = ()
+        """Those that are usable: asked for at every event."""
         self.placement = Placement()
         self.several = False
         """Whether there is more than one engine, and so a choice."""
@@ -201,9 +204,11 @@ class Fleet:
     def free(self) -> int:
         """Permits left over all usable engines."""
         free = 0
-        for engine in self._engines.values():
-            if engine.usable:
-                free += max(0, self._admission.room(engine.id, engine.in_flight - engine.parked))
+        room = self._admission.room
+        for engine in self._usable:
+            left = room(engine.id, engine.in_flight - engine.parked)
+            if left > 0:
+                free += left
         return free
 
     def room(self, engine: EngineState) -> int:
@@ -217,11 +222,10 @@ class Fleet:
             if engine is not None and engine.usable and self._admission.room(preferred, engine.active) > 0:
                 return engine
         best, best_room = None, 0
-        for engine in self._engines.values():
-            if engine.usable:
-                room = self._admission.room(engine.id, engine.in_flight - engine.parked)
-                if room > best_room:
-                    best, best_room = engine, room
+        for engine in self._usable:
+            room = self._admission.room(engine.id, engine.in_flight - engine.parked)
+            if room > best_room:
+                best, best_room = engine, room
         return best
 
     def is_worth_waiting_for(self, preferred: EngineId, env: EnvName, now: float) -> bool:
@@ -335,4 +339,5 @@ class Fleet:
             )
 
     def _recount(self) -> None:
+        self._usable = tuple([e for e in self._engines.values() if e.usable])
         self.held = min((e.held for e in self._engines.values() if e.usable), default=self.held)

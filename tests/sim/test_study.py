@@ -1,0 +1,98 @@
+"""Studies: every file that ships can be read and built, a cell repeats, and what is wrong is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.main import main
+from paceline.cli.studies import simulate
+from paceline.errors import ConfigError
+from paceline.sim.cells import Cell, build, paired, run_cell
+from paceline.sim.page import page
+from paceline.sim.study import load_study
+
+STUDIES = sorted((Path(__file__).parents[2] / "examples" / "studies").glob("*.toml"))
+
+SMALL = """
+[study]
+name = "small"
+seeds = 2
+steps = 2
+sample_s = 5
+
+[batch]
+rollouts = 16
+seq_len = 40000
+
+[trainer]
+step_s = 5
+
+[[workload]]
+name = "answers"
+[[workload.env]]
+preset = "tailsieve"
+group_size = 4
+
+[[policy]]
+name = "synchronous"
+scheduling = { type = "synchronous" }
+
+[[policy]]
+name = "overlap"
+scheduling = { type = "overlap", lag = 1 }
+"""
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_every_study_that_ships_can_be_run(path: Path) -> None:
+    study = load_study(path)
+    for workload in study.workload:
+        for policy in study.policy:
+            simulation = build(study, policy, workload, 1)
+            simulation.run(events=400)
+            assert simulation.events >= 400
+
+
+def test_a_study_writes_a_table_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "small.toml").write_text(SMALL)
+    assert main(["simulate", str(tmp_path / "small.toml"), "--processes", "1", "--out", str(tmp_path)]) == 0
+    assert "synchronous" in capsys.readouterr().out
+    table = (tmp_path / "small.csv").read_text().splitlines()
+    assert len(table) == 1 + 2 * 2
+    written = (tmp_path / "small.html").read_text()
+    assert written.count("<svg") > 5
+    assert "http" not in written
+
+
+def test_a_cell_repeats_and_overlapping_takes_less_time(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(SMALL)
+    cells = simulate(tmp_path / "small.toml", processes=1)
+    again = simulate(tmp_path / "small.toml", processes=2)
+    for a, b in zip(cells, again, strict=True):
+        assert {k: v for k, v in a.numbers.items() if k != "cpu_s"} == {
+            k: v for k, v in b.numbers.items() if k != "cpu_s"
+        }
+    faster = paired(cells, "overlap", "synchronous", "step_s", "answers")
+    assert faster is not None
+    assert faster.mean > 1.0
+    assert page("small", cells, ()).startswith("<!doctype html>")
+
+
+def test_what_is_wrong_with_a_study_is_named(tmp_path: Path) -> None:
+    for broken, said in (
+        (SMALL.replace("tailsieve", "tailsive"), "no preset 'tailsive'"),
+        (SMALL.replace('name = "overlap"', 'name = "synchronous"'), "two sections of policy"),
+        (SMALL + "\n[engines]\nmodel = 'gpt'\n", "engines.model 'gpt' is not known"),
+        (SMALL + "\n[engines]\nmodel = 'qwen2.5-72b'\n", None),
+        (SMALL.replace("steps = 2", "stepz = 2"), "stepz"),
+    ):
+        (tmp_path / "broken.toml").write_text(broken)
+        with pytest.raises(ConfigError, match=said or "take more GPUs an engine"):
+            first_cell(tmp_path / "broken.toml")
+
+
+def first_cell(path: Path) -> Cell:
+    study = load_study(path)
+    return run_cell(study, study.policy[0], study.workload[0], 1)
