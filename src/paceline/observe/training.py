@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from paceline.domain.batch import Batch
-from paceline.domain.commands import FinishRun, NoteStale, ReportEval, ShipBatch
+from paceline.domain.commands import FinishRun, NoteLengths, NoteStale, ReportEval, ShipBatch
 from paceline.domain.events import BatchShipped, RunOpened, StepTrained, WeightsLoaded
 from paceline.domain.group import GroupResult
 from paceline.domain.ids import EnvName, RolloutId, Version
@@ -21,6 +21,19 @@ from paceline.observe.window import Window
 def staleness(batch: Batch, oldest: Version) -> int:
     """Optimizer steps between the batch's training and the sampling of its oldest token. For display."""
     return batch.trains - oldest
+
+
+_LENGTHS = (
+    "median",
+    "deviation",
+    "group_share",
+    "runaways",
+    "p90",
+    "judged",
+    "mean_rank",
+    "inside_half",
+    "inside_90",
+)
 
 
 class _Open:
@@ -52,6 +65,8 @@ class Training(LifeWatcher, Fold):
         self._before: dict[str, float] = {}
         self._updates: list[float] = []
         self._stale_trained = 0
+        self._learnt: dict[str, float] = {}
+        """What the scheduling policy last said of lengths."""
         lives.watch(self)
 
     def listen(self, listener: Callable[[Row], None]) -> None:
@@ -67,13 +82,14 @@ class Training(LifeWatcher, Fold):
             WeightsLoaded: self._weights_loaded,
             ReportEval: self._report_eval,
             NoteStale: self._note_stale,
+            NoteLengths: self._note_lengths,
             FinishRun: self._finish,
         }
 
     # ── the window ──
 
     def on_start(self, at: float, life: Life) -> None:
-        if life.split == "train" and life.id.attempt == 0:
+        if life.split == "train" and life.id.attempt == 0 and not life.put_off:
             self._drawn[life.env] = self._drawn.get(life.env, 0) + 1
 
     def on_group(self, at: float, env: EnvName, result: GroupResult) -> None:
@@ -117,6 +133,7 @@ class Training(LifeWatcher, Fold):
         values |= self._tokens(at, batch)
         if self._updates:
             values["time/update_s"] = sum(self._updates) / len(self._updates)
+        values |= self._learnt
         values["in_flight/train"] = self._lives.in_flight["train"]
         values["in_flight/eval"] = self._lives.in_flight["eval"]
         values["queued"] = len(self._lives.queue)
@@ -124,6 +141,12 @@ class Training(LifeWatcher, Fold):
         self._open[batch.step] = _Open(values)
         self._windows, self._oldest, self._updates = {}, {}, []
         self._cut_at = at
+
+    def _note_lengths(self, at: float, command: NoteLengths) -> None:
+        for name in _LENGTHS:
+            value = getattr(command, name)
+            if value is not None:
+                self._learnt[f"lengths/{command.env}/{name}"] = float(value)
 
     def _window_values(self) -> dict[str, float]:
         flags = sorted(self._flags)
