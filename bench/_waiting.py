@@ -22,7 +22,7 @@ class Short(SingleTurnEnv):
 
 
 class Waits(MultiTurnEnv[int]):
-    """Calls a tool that takes 1 to 9 seconds, over and over."""
+    """Calls a tool that takes 4 to 36 seconds, over and over."""
 
     def tasks(self, split: Split) -> EndlessTasks:
         return EndlessTasks(lambda index: index, f"waits/{split}")
@@ -34,4 +34,4 @@ class Waits(MultiTurnEnv[int]):
         return Observation("the tool says 4", state=state + 1)
 
     async def between(self, state: int, ctx: Context) -> None:
-        await ctx.sleep(1.0 + 8.0 * float(ctx.rng.random()))
+        await ctx.sleep(4.0 + 32.0 * float(ctx.rng.random()))

@@ -1,7 +1,7 @@
 """Rollouts that wait on tools, and what a worker process costs against running inline.
 
 `waiting_5000_*`: 5,000 rollouts in one process, on the real rollout runner, recorder and bridge; each makes a call and
-then waits 1 to 9 s on its tool, over and over. The engine answers at once: what is measured is the waiting, not it.
+then waits 4 to 36 s on its tool, over and over. The engine answers at once: what is measured is the waiting, not it.
 `worker_*_rps`: rollouts of one short call a second, 256 at once, saturated.
 """
 

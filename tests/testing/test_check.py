@@ -133,7 +133,7 @@ def test_games_pass_once_the_model_may_say_a_right_answer(make: Callable[[], Env
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_each_fault_is_found_and_comes_with_a_remedy(make: Any, level: str, says: str) -> None:
-    (finding,) = [f for f in found(make) if says in f.what]
+    finding, *_ = [f for f in found(make) if says in f.what]  # train and eval may share it
     assert (finding.level, bool(finding.remedy)) == (level, True)
 
 

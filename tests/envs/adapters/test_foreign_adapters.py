@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from adapter_kit import interpreter
+from worker_kit import Engine, inside
 
 from paceline.errors import ConfigError
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "workers"))
-from worker_kit import Engine, inside
 
 pytestmark = pytest.mark.adapter
 

@@ -1,0 +1,6 @@
+"""The kit of the worker tests serves adapters too."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "workers"))
