@@ -20,7 +20,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "store-search" / "run.toml"
 def test_a_policy_with_a_tool_learns_to_use_it_and_its_waits_are_told(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     summary = paceline.run(EXAMPLE, run={"dir": str(tmp_path), "max_steps": 12}, eval="[]")
-    assert (summary["status"], summary["step"]) == ("done", 12)
+    assert (summary["status"], summary["steps"]) == ("done", 12)
     run_dir = tmp_path / "store-search"
     ended: list[Rollout] = [r.event.rollout for r in records(run_dir) if isinstance(r.event, on.RolloutEnded)]
     done = [r for r in ended if r.outcome.ending == "completed" and r.reward is not None]

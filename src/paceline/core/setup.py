@@ -121,7 +121,7 @@ def core_setup(
     """Reduce a config. `sizes` by (split, name): tasks of an epoch, None for endless. `whole_groups`: environments
     whose groups run in one call. `samplers`: the users' own. ConfigError for what does not fit together."""
     if whole_groups and config.scheduling.type not in _KEEP_GROUPS_WHOLE:
-        split, name = next(iter(whole_groups))
+        _, name = next(iter(whole_groups))
         raise ConfigError(
             f"env {name!r} runs its groups in one call, and scheduling.type {config.scheduling.type!r} starts and "
             f"stops rollouts one by one: use {' or '.join(map(repr, _KEEP_GROUPS_WHOLE))}"

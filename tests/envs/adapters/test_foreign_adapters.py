@@ -125,4 +125,4 @@ def test_three_steps_are_trained_on_it(tmp_path: Path, env: str, args: dict[str,
         }
     )
     summary = run(config)
-    assert (summary["status"], summary["step"]) == ("done", 3), summary
+    assert (summary["status"], summary["steps"]) == ("done", 3), summary

@@ -56,7 +56,10 @@ async def test_sessions_run_side_by_side_and_a_seed_is_the_groups(server: int) -
         for first, second in zip(ended[::2], ended[1::2], strict=True):
             assert [m.content for m in first.messages] == [m.content for m in second.messages]
         assert all(r.messages[0].content == "Guess: 1 to 15" for r in ended)
-        assert {r.reward for r in ended} == {0.0, 1.0}  # the seed of one group hides 8, those of others do not
+        assert {r.reward for r in ended} == {
+            0.0,
+            1.0,
+        }  # the seed of one group hides 8, those of others do not
         assert {len(r.turns) for r in ended} <= {1, 4}
         cut = await Inside(env, Limits(max_turns=2), Engine("0")).roll_out()
         assert (cut.outcome.cause, cut.reward) == ("turns", 0.0)
