@@ -79,6 +79,9 @@ class EnvSection(Section):
     """Whether truncated rollouts that were scored are trained on."""
     all_or_nothing: bool | None = None
     """Drop the whole group when a member has no score; none asks the environment (group scorers need it)."""
+    observation_weight: float = Field(default=0.0, ge=0)
+    """Weight of the log-likelihood of what the environment says after an answer (tool and user messages), beside the
+    loss of the sampled tokens; 0 does not train it."""
     on_stale: Literal["drop", "train", "mask_tokens"] = "drop"
     """A rollout staler than `scheduling.max_staleness`: drop it, train it all the same (counted), or train
     only its tokens that are fresh enough."""

@@ -22,6 +22,7 @@ from paceline.config.filters import FiltersSection, PreFilter
 from paceline.core.advantages.answers import attach
 from paceline.core.advantages.base import Advantages, Algorithm, GroupView, ServiceRequest
 from paceline.core.filters import detect, has_signal
+from paceline.core.observations import observed
 from paceline.core.samples import Built, RecordRefused, build_samples
 from paceline.domain.group import ClosedGroup, Fate, GroupResult, Verdict
 from paceline.domain.ids import RolloutId
@@ -60,6 +61,7 @@ class GroupRules(msgspec.Struct, frozen=True, kw_only=True):
     zero_advantage: bool = True
     zero_advantage_threshold: float = 0.0
     pre: tuple[PreFilter, ...] = ()
+    observation_weight: float = 0.0
 
     @classmethod
     def of(
@@ -77,6 +79,7 @@ class GroupRules(msgspec.Struct, frozen=True, kw_only=True):
             zero_advantage=filters.zero_advantage,
             zero_advantage_threshold=filters.zero_advantage_threshold,
             pre=filters.pre,
+            observation_weight=env.observation_weight,
         )
 
 
@@ -325,6 +328,8 @@ def _judged(
         if samples and rules.zero_advantage and not has_signal(samples, rules.zero_advantage_threshold):
             member.fate, samples = "zero_signal", ()
             member.reason = f"no advantage beyond {rules.zero_advantage_threshold:g}"
+        if samples and rules.observation_weight:
+            samples = observed(member.rollout, samples, rules.observation_weight)
         verdicts.append(_verdict(member, samples, advantage))
     return tuple(verdicts)
 

@@ -99,29 +99,41 @@ def build_samples(rollout: Rollout, *, seq_len: int, overlong: Literal["cut", "d
 
 def turns_of_tokens(rollout: Rollout, samples: Sequence[Sample]) -> tuple[NDArray[np.int32], ...]:
     """For each sample that `build_samples` made of `rollout`, int32[T]: which turn sampled the token, -1 for none."""
-    turns = rollout.turns
-    whole: list[NDArray[np.int32]] = []
-    for chain, context in _chains(turns):
-        parts: list[NDArray[np.int32]] = []
-        for place, number in enumerate(chain):
-            parts.append(np.full(len(turns[number].prompt_ids), -1, np.int32))
-            mark = -1 if place < context else number  # context trains in an earlier sample
-            parts.append(np.full(len(turns[number].sampled_ids), mark, np.int32))
-        whole.append(np.concatenate(parts))
+    chains = chains_of(rollout, samples)
+    return tuple(
+        [
+            _marks(rollout.turns, chain, context)[: sample.tokens]
+            for sample, (chain, context) in zip(samples, chains, strict=True)
+        ]
+    )
+
+
+def chains_of(rollout: Rollout, samples: Sequence[Sample]) -> list[tuple[list[int], int]]:
+    """For each sample that `build_samples` made of `rollout`: its turns in order, and how many of them are context
+    that trains in an earlier sample."""
+    chains = _chains(rollout.turns)
     # A sample that was cut is the beginning of its whole; one that trains nothing has vanished.
-    found: list[NDArray[np.int32]] = []
-    at = 0
+    found: list[tuple[list[int], int]] = []
+    left = iter(chains)
     for sample in samples:
-        while at < len(whole) and not (
-            len(whole[at]) >= sample.tokens
-            and np.array_equal(whole[at][: sample.tokens] >= 0, sample.trainable)
-        ):
-            at += 1
-        if at == len(whole):
+        for chain, context in left:
+            whole = _marks(rollout.turns, chain, context)
+            if len(whole) >= sample.tokens and np.array_equal(whole[: sample.tokens] >= 0, sample.trainable):
+                found.append((chain, context))
+                break
+        else:
             raise InvariantError(f"a sample of {sample.rollout} is not made of the turns of {rollout.id}")
-        found.append(whole[at][: sample.tokens])
-        at += 1
-    return tuple(found)
+    return found
+
+
+def _marks(turns: Sequence[Turn], chain: Sequence[int], context: int) -> NDArray[np.int32]:
+    """Which turn sampled each token of a chain, -1 for none that trains in it."""
+    parts: list[NDArray[np.int32]] = []
+    for place, number in enumerate(chain):
+        parts.append(np.full(len(turns[number].prompt_ids), -1, np.int32))
+        mark = -1 if place < context else number  # context trains in an earlier sample
+        parts.append(np.full(len(turns[number].sampled_ids), mark, np.int32))
+    return np.concatenate(parts)
 
 
 def _chains(turns: Sequence[Turn]) -> list[tuple[list[int], int]]:

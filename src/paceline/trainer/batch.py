@@ -20,6 +20,8 @@ from paceline.errors import TrainerError
 _SHORTEST_SHARE = 0.7
 """Rows shorter than this share of the longest go to a block of their own, so padding stays below 30%."""
 
+_LIKELIHOOD = "likelihood_weights"
+
 _BLOCK_TOKENS = 16_384
 """Most tokens of a block, padding included, unless one sequence alone has more."""
 
@@ -53,7 +55,7 @@ class MicroBatch(Protocol):
 
     @property
     def streams(self) -> Mapping[str, NDArray[Any]]:
-        """Optional arrays [N]. `loss_weights` and `ref_logprobs` are used; others are ignored."""
+        """Optional arrays [N]. `loss_weights`, `ref_logprobs` and `likelihood_weights` are used; others are ignored."""
         ...
 
 
@@ -68,6 +70,21 @@ class Tokens:
     weights: torch.Tensor
     """What each token's loss is multiplied by; 1 where no `loss_weights` came."""
     ref_logprobs: torch.Tensor | None
+    likelihood: torch.Tensor | None = None
+    """Weight of the log-likelihood of each token that was not sampled and is learnt all the same; 0 on those that were
+    sampled. None where there are none."""
+
+    def only(self, chosen: torch.Tensor) -> Tokens:
+        """Those where `chosen`, bool[T], is true."""
+        reference = None if self.ref_logprobs is None else self.ref_logprobs[chosen]
+        return Tokens(
+            ids=self.ids[chosen],
+            logprobs=self.logprobs[chosen],
+            advantages=self.advantages[chosen],
+            temperatures=self.temperatures[chosen],
+            weights=self.weights[chosen],
+            ref_logprobs=reference,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,6 +122,19 @@ def check(micro_batches: Sequence[MicroBatch]) -> int:
         _refuse(
             number, micro_batch.logprobs[positions] > 1e-3, positions, "logprobs is above 0: no probability"
         )
+        if _LIKELIHOOD in micro_batch.streams:
+            weights = micro_batch.streams[_LIKELIHOOD]
+            everywhere = np.arange(len(weights))
+            _refuse(
+                number, ~(np.isfinite(weights) & (weights >= 0)), everywhere, f"{_LIKELIHOOD} is no weight"
+            )
+            _refuse(number, (weights > 0) & trainable, everywhere, f"{_LIKELIHOOD} is set on a sampled token")
+            _refuse(
+                number,
+                weights[starts] > 0,
+                starts,
+                "nothing precedes a sequence's first token: nothing predicts it",
+            )
         temperatures = micro_batch.temperatures[positions]
         _refuse(
             number, ~((temperatures > 0) & np.isfinite(temperatures)), positions, "temperature is not above 0"
@@ -141,7 +171,11 @@ def _block(micro_batch: MicroBatch, spans: list[tuple[int, int]]) -> Block:
     for row, (start, length) in enumerate(spans):
         source[row, :length] = np.arange(start, start + length)
     is_real = source >= 0
-    trainable = micro_batch.trainable[source] & is_real
+    learnt = micro_batch.trainable
+    likelihood = micro_batch.streams.get(_LIKELIHOOD)
+    if likelihood is not None:
+        learnt = learnt | (likelihood > 0)
+    trainable = learnt[source] & is_real
     at = source[trainable]
     predicts = np.zeros_like(trainable)
     predicts[:, :-1] = trainable[:, 1:]
@@ -158,6 +192,7 @@ def _block(micro_batch: MicroBatch, spans: list[tuple[int, int]]) -> Block:
             if "loss_weights" in streams
             else torch.ones(len(at)),
             ref_logprobs=_floats(streams["ref_logprobs"][at]) if "ref_logprobs" in streams else None,
+            likelihood=None if likelihood is None else _floats(likelihood[at]),
         ),
     )
 

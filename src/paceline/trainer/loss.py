@@ -11,7 +11,8 @@ plus kl times the k3 estimate of KL(policy | reference): exp(d) - d - 1 with d =
 reference is `ref_logprobs` where the batch carries them, else the sampling policy.
 
 A step's loss is the sum over all its trainable tokens divided by their number: one mean over the whole global
-batch, whatever the packing. `loss_weights` multiply a token's loss and leave the divisor alone, so a weight of 0
+batch, whatever the packing. Tokens that were not sampled but carry a `likelihood_weights` (what an environment said)
+add their weight times -logprob, at temperature 1, and leave the divisor alone as well. `loss_weights` multiply a token's loss and leave the divisor alone, so a weight of 0
 is worth a token that had nothing to say.
 """
 
@@ -87,6 +88,15 @@ def policy_loss(
 
     Divide by the trainable tokens of the whole global batch before the gradient.
     """
+    if tokens.likelihood is not None:
+        said = tokens.likelihood > 0
+        total, diagnostics = policy_loss(logits[~said], tokens.only(~said), settings)
+        told = (
+            torch.log_softmax(logits[said].float(), dim=-1)
+            .gather(1, tokens.ids[said].unsqueeze(1))
+            .squeeze(1)
+        )
+        return total - (told * tokens.likelihood[said]).sum(), diagnostics
     distribution = torch.log_softmax(logits.float() / tokens.temperatures.unsqueeze(1), dim=-1)
     logprobs = distribution.gather(1, tokens.ids.unsqueeze(1)).squeeze(1)
     gap = logprobs - tokens.logprobs
