@@ -36,13 +36,21 @@ def modules(only: str | None) -> list[str]:
     """Modules that offer rows; with `only`, those that declare a row or are themselves named like it."""
     names = sorted(m.name for m in pkgutil.iter_modules(bench.__path__) if not m.name.startswith("_"))
     if only is None:
-        return names
+        return [name for name in names if _left_out(name) is None]
     chosen = []
     for name in names:
         declared = getattr(importlib.import_module(f"bench.{name}"), "ROWS", ())
         if only in name or any(only in row for row in declared):
             chosen.append(name)
     return chosen
+
+
+def _left_out(name: str) -> str | None:
+    """Why a module is run only when it is named; None when it is one of all."""
+    reason: str | None = getattr(importlib.import_module(f"bench.{name}"), "ONLY_BY_NAME", None)
+    if reason is not None:
+        print(f"{name} is left out: {reason}; run it by its name", file=sys.stderr)
+    return reason
 
 
 def show(row: dict[str, Any]) -> str:
