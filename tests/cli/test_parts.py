@@ -42,7 +42,7 @@ def test_the_trainer_is_told_what_the_config_says_and_what_to_keep() -> None:
             "env": [{"id": "reverse-text"}],
             "trainer": {"type": "reference", "lr": 0.5, "kl": 0.1},
             "checkpoint": {"every": 5, "keep_last": 2},
-            "scheduling": {"lag": 3},
+            "scheduling": {"type": "overlap", "lag": 3},
         }
     )
     told = trainer_settings(config)

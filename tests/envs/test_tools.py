@@ -154,7 +154,9 @@ class Desk(ToolEnv):
 def test_s87_three_calls_of_one_turn_are_three_executions_and_three_results_in_order() -> None:
     env = Desk()
     rollout = play(
-        env, [call("divide", a=6, b=2) + call("divide", a=1, b=0) + call("divide", a=9, b=3), "so"]
+        env,
+        [call("divide", a=6, b=2) + call("divide", a=1, b=0) + call("divide", a=9, b=3), "so"],
+        max_tokens=512,
     )
     assert rollout.outcome.ending == "completed"
     assert [m.content for m in rollout.messages if m.role == "tool"] == [

@@ -13,6 +13,7 @@ class InlineWorkers(Section):
     """In the orchestrator's own event loop."""
 
     type: Literal["inline"] = "inline"
+    """Where the environment runs."""
 
 
 class _Pool(Section):
@@ -38,6 +39,7 @@ class ProcessWorkers(_Pool):
     """In processes of this machine."""
 
     type: Literal["process"] = "process"
+    """Where the environment runs."""
     python: str | None = None
     """Interpreter of the environment (Python 3.11 or newer, with msgspec, numpy and pydantic); none takes our own."""
     memory_mb: int | None = Field(default=None, ge=64)
@@ -57,6 +59,7 @@ class RayWorkers(_Pool):
     """In Ray actors, across hosts."""
 
     type: Literal["ray"] = "ray"
+    """Where the environment runs."""
     address: str | None = None
     """Cluster to join, as `ray.init` takes it (`auto`, `host:6379`); none starts one on this machine."""
     cpus: float = Field(default=1.0, ge=0)
