@@ -63,6 +63,8 @@ class Invariants:
         self._processed: set[GroupId] = set()
         self._forgotten: set[GroupId] = set()
         self._shipped: set[RolloutId] = set()
+        self._earlier: set[RolloutId] = set()
+        """Ended in earlier lives of the run, or with them."""
         self._thrown: set[RolloutId] = set()
         self._asked: set[RolloutId] = set()
         self._calls: dict[RolloutId, str] = {}
@@ -73,6 +75,21 @@ class Invariants:
         self._loading: set[str] = set()
         self._step: int | None = None
         self._lost_any = False
+
+    def recall(self, event: Event, commands: Sequence[Command]) -> None:
+        """A record of an earlier life of the run, before the first of this one."""
+        if isinstance(event, on.RolloutEnded):
+            self._earlier.add(event.rollout.id)
+        for command in commands:
+            if isinstance(command, do.StartRollout):
+                self._streams[command.rollout.group] = (command.task.split, command.task.env)
+            elif isinstance(command, do.SplitGroup):
+                self._moved.update({rollout[:2]: command.rest for rollout in command.rollouts})
+            elif isinstance(command, do.PutOff):
+                self._kept[command.number] = command
+            elif isinstance(command, do.ShipBatch):
+                self._shipped.update(command.batch.rollouts)
+                self._step = command.batch.step
 
     def __call__(self, world: Watched, event: Event, commands: Sequence[Command]) -> None:
         self._note_event(event)
@@ -92,7 +109,8 @@ class Invariants:
         if isinstance(event, on.RolloutEnded):
             rollout = event.rollout.id
             self._rule(rollout not in self._ended, "a rollout ended twice", rollout)
-            self._ended.add(rollout)
+            cut_off = event.rollout.outcome.cause == "restart"  # launched in an earlier life
+            (self._earlier if cut_off else self._ended).add(rollout)
             self._asked.discard(rollout)
         elif isinstance(event, on.TurnRequested):
             self._asked.add(event.rollout)
@@ -224,8 +242,9 @@ class Invariants:
                 counted[name] <= world.admission.cap(name), "an engine is over its cap", name, counted[name]
             )
         if not self._lost_any and not world.admission.learns:
-            parked = sum(flight.parked for flight in core.flights.all())
-            self._rule(len(flights) - parked <= core.fleet.cap(), "over the cap", len(flights), parked)
+            # Parked ones hold no permit, and those of an earlier life no place.
+            placed = sum(flight.engine != "" and not flight.parked for flight in core.flights.all())
+            self._rule(placed <= core.fleet.cap(), "over the cap", placed, core.fleet.cap())
         if core.finished:
             return  # the list was emptied: what it held is left over
         places = sum(group.places for group in core.groups.groups())

@@ -92,6 +92,7 @@ class World:
         recovery: Recovery | None = None,
         rollouts: Mapping[RolloutId, Rollout] | None = None,
         first_seq: int = 0,
+        now: float = 0.0,
         watch: Callable[[World, Event, list[Command]], None] | None = None,
     ) -> None:
         self.setup = setup
@@ -102,7 +103,7 @@ class World:
             state = msgspec.msgpack.decode(msgspec.msgpack.encode(recovery.state(rollouts, {})), strict=False)
         self.resumed = state is not None
         self.core = Core(setup, self.admission, scheduling)
-        self.now = 0.0
+        self.now = now
         self.trace = Trace()
         self.running: dict[RolloutId, _Running] = {}
         self.held: dict[EngineId, Version] = {}
@@ -113,8 +114,7 @@ class World:
         self._watch = watch
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
-        self._train_free_at = 0.0
-        self._ship_free_at = 0.0
+        self._train_free_at = self._ship_free_at = now
         start = 0
         if state is not None:
             start = state["cut"] if trained is None else trained

@@ -1,0 +1,354 @@
+"""Random faults at random moments, kills of the orchestrator among them, over many lives of one run.
+
+    python -m paceline.testing.storm --seeds 10000             # what `make chaos` runs
+    python -m paceline.testing.storm --first 4711 --seeds 1    # one seed again
+
+A seed is a run: its setup, its world (`script.chaos`), and its faults. Engines are lost and come back, memory runs
+short, the run is stopped, the orchestrator is killed. A kill may lose the last records of the journal, but none that
+the outside has seen. What is left is written as the log would hold it, folded (`core.recovery`), and the next life
+goes on from there. After the last fault the run must finish. `Invariants` watches every decision of every life;
+`check_records` then looks at the records of all lives together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from collections import Counter
+from random import Random
+from typing import Any, NamedTuple
+
+import msgspec
+
+from paceline.config import EvalSection
+from paceline.core.admission import AdaptiveCap, Admission, Bounds, FixedCap, PredictiveCap
+from paceline.core.recovery import EMPTY, Recovery
+from paceline.core.scheduling import Overlap, Overprovision, Scheduling, Synchronous
+from paceline.core.setup import CoreSetup
+from paceline.domain import commands as do
+from paceline.domain import events as on
+from paceline.domain.commands import Command
+from paceline.domain.events import Event
+from paceline.domain.ids import RolloutId
+from paceline.domain.load import EngineLoad
+from paceline.domain.rollout import Rollout
+from paceline.errors import InvariantError
+from paceline.journal.lines import Line, Restorer, line_of
+from paceline.testing.invariants import Invariants
+from paceline.testing.script import chaos, setup_for, train_env
+from paceline.testing.world import World
+
+_LAST_EVENTS = 20_000
+"""What a run may take to finish after its last fault; more is a run that stands still."""
+
+
+class Record(NamedTuple):
+    at: float
+    event: Event
+    commands: tuple[Command, ...]
+
+
+class Report(NamedTuple):
+    """What happened to one seed."""
+
+    seed: int
+    events: int
+    lives: int
+    faults: int
+    rollouts: int
+    steps: int
+
+
+class Storm:
+    """One seed."""
+
+    def __init__(self, seed: int, events: int) -> None:
+        self.seed = seed
+        self.random = Random(seed)
+        self.events = events
+        self.setup = _setup(self.random, seed)
+        self.script = chaos(seed, failures=self.random.choice((0.0, 0.2, 0.4)))
+        self.engines = self.random.randint(1, 3)
+        self.cap = self.random.randint(2, 10)
+        self.controller = self.random.choice(("fixed", "fixed", "adaptive", "predictive"))
+        self.policy = self.random.choice(("overlap", "overlap", "overprovision", "synchronous"))
+        self.records: list[Record] = []
+        self.rollouts: dict[RolloutId, Rollout] = {}
+        """The rollout store."""
+        self.checkpoint: dict[str, Any] = EMPTY
+        self.lives = self.faults = self.left = 0
+        self.acknowledged = 0
+        """Newest step that the trainer has acknowledged."""
+
+    def run(self) -> Report:
+        """All lives. InvariantError, or whatever the core raised, when something is wrong."""
+        self.left = self.events
+        world = self._life(None)
+        while self.left > 0 and world.trace.finish is None:
+            count = min(self.left, self.random.randint(1, max(2, self.events // 4)))
+            self.left -= count
+            before = len(world.trace.journal)
+            world.run(events=count)
+            if world.trace.finish is None and before < len(world.trace.journal):
+                world = self._fault(world)
+        while world.trace.finish is None or (world.trace.finish.status == "stopped" and self.left > 0):
+            self.left -= 1
+            if world.trace.finish is not None:  # it was stopped: go on
+                world = self._kill(world, whole=True)
+            world.run(events=_LAST_EVENTS)
+            if world.trace.finish is None:
+                raise InvariantError(f"it stands still at {world.now:.1f} s, in flight: {len(world.running)}")
+        self._keep(world, len(world.trace.journal))
+        check_records(self.records, world)
+        starts = sum(isinstance(c, do.StartRollout) for r in self.records for c in r.commands)
+        return Report(self.seed, len(self.records), self.lives, self.faults, starts, world.core.cut)
+
+    # ── lives ──
+
+    def _life(self, recovery: Recovery | None) -> World:
+        self.lives += 1
+        trained = None
+        if recovery is not None:
+            owed = [s for s in recovery.state(self.rollouts, {})["shipping"]]
+            newest = min([recovery.cut, *[step - 1 for step in owed]])
+            trained = max(0, min(newest, self.acknowledged - self.random.randint(0, 2)))
+        watch = Invariants()
+        for record in self.records:
+            watch.recall(record.event, record.commands)
+        return World(
+            self.setup,
+            self.script,
+            engines=self.engines,
+            admission=self._admission(),
+            scheduling=self._scheduling(),
+            recovery=recovery,
+            rollouts=self.rollouts,
+            trained=trained,
+            first_seq=len(self.records),
+            now=self.records[-1].at if self.records else 0.0,
+            watch=watch,
+        )
+
+    def _admission(self) -> Admission:
+        bounds = Bounds(floor=2, most=12, initial=self.cap, group=4)
+        if self.controller == "fixed":
+            return FixedCap(self.cap)
+        return AdaptiveCap(bounds) if self.controller == "adaptive" else PredictiveCap(bounds)
+
+    def _scheduling(self) -> Scheduling:
+        if self.policy == "overprovision":
+            return Overprovision(1.5, "keep")
+        return Synchronous() if self.policy == "synchronous" else Overlap()
+
+    # ── faults ──
+
+    def _fault(self, world: World) -> World:
+        self.faults += 1
+        kind = self.random.random()
+        if kind < 0.55:
+            return self._kill(world)
+        if kind < 0.75:
+            usable = [e.id for e in world.core.fleet.engines() if e.out is None]
+            if usable:
+                world.lose(self.random.choice(usable))
+        elif kind < 0.95:
+            for engine in world.core.fleet.engines():
+                usage = self.random.random() ** 0.5
+                load = EngineLoad(len(world.running), int(4 * usage), usage, self.faults * int(usage > 0.9))
+                world.post(on.LoadReported(engine.id, load if self.random.random() < 0.9 else None))
+        else:
+            world.shut_down()
+        return world
+
+    def _kill(self, world: World, *, whole: bool = False) -> World:
+        journal = world.trace.journal
+        durable = self._seen_outside(world)
+        self._keep(world, len(journal) if whole else self.random.randint(durable, len(journal)))
+        begin = self.checkpoint if self.random.random() < 0.7 else EMPTY
+        recovery = Recovery(begin)
+        for seq, event, commands in as_read(self.records):
+            if seq >= begin["seq"]:
+                recovery.apply(seq, event, commands)
+        return self._life(recovery)
+
+    def _seen_outside(self, world: World) -> int:
+        """Records that a kill cannot lose: something outside has acted upon them."""
+        journal, first = world.trace.journal, len(self.records)
+        seen = max([state["seq"] - first for _, state in world.trace.checkpoints], default=0)
+        shipped = {event.step for _, event, _ in journal if isinstance(event, on.BatchShipped)}
+        for number, (_, _, commands) in enumerate(journal):
+            if any(isinstance(c, do.ShipBatch) and c.batch.step in shipped for c in commands):
+                seen = max(seen, number + 1)
+        return seen
+
+    def _keep(self, world: World, count: int) -> None:
+        first = len(self.records)
+        for at, event, commands in world.trace.journal[:count]:
+            self.records.append(Record(at, event, tuple(commands)))
+            if isinstance(event, on.RolloutEnded):
+                self.rollouts[event.rollout.id] = event.rollout
+        for _, event, _ in world.trace.journal:
+            if isinstance(event, on.StepTrained):
+                self.acknowledged = max(self.acknowledged, event.step)
+        for _, state in world.trace.checkpoints:
+            if state["seq"] <= first + count:
+                self.checkpoint = state
+
+
+def as_read(records: list[Record]) -> list[tuple[int, Event, tuple[Command, ...]]]:
+    """Records as they come back from the log: without arrays."""
+    encoder, decoder, restorer = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Line), Restorer()
+    found = []
+    for seq, (at, event, commands) in enumerate(records):
+        line = decoder.decode(encoder.encode([seq, at, line_of(event), [line_of(c) for c in commands]]))
+        restored = restorer.event(line.event)
+        found.append((seq, restored, tuple([restorer.command(command) for command in line.commands])))
+    return found
+
+
+def check_records(records: list[Record], world: World) -> None:
+    """What must hold over all lives of a run that has finished. InvariantError names what does not."""
+
+    def rule(holds: bool, text: str, *facts: Any) -> None:
+        if not holds:
+            raise InvariantError(f"over all lives: {text}: {', '.join(map(str, facts))}")
+
+    started: dict[RolloutId, do.StartRollout] = {}
+    ended: Counter[RolloutId] = Counter()
+    closed: Counter[int] = Counter()
+    processed: Counter[int] = Counter()
+    shipped: Counter[RolloutId] = Counter()
+    queued: set[RolloutId] = set()
+    gone: Counter[RolloutId] = Counter()
+    launched: Counter[tuple[str, str]] = Counter()
+    sampled: Counter[tuple[str, str]] = Counter()
+    steps: list[int] = []
+    for record in records:
+        event = record.event
+        if isinstance(event, on.RolloutEnded):
+            ended[event.rollout.id] += 1
+        elif isinstance(event, on.SegmentEnded):
+            task = started[event.rollout].task
+            sampled[task.split, task.env] += sum(count for _, count in event.versions)
+        elif isinstance(event, on.GroupProcessed):
+            processed[event.result.group] += 1
+            queued.update(v.rollout for v in event.result.verdicts if v.fate == "queued")
+        for command in record.commands:
+            if isinstance(command, do.StartRollout):
+                rule(command.rollout not in started, "started twice", command.rollout)
+                started[command.rollout] = command
+                launched[command.task.split, command.task.env] += 1
+            elif isinstance(command, do.ProcessGroup):
+                closed[command.group.id] += 1
+            elif isinstance(command, do.ShipBatch):
+                steps.append(command.batch.step)
+                shipped.update(command.batch.rollouts)
+            elif isinstance(command, do.NoteDiscarded) or (
+                isinstance(command, do.NoteStale) and command.action == "dropped"
+            ):
+                gone[command.rollout] += 1
+    rule(set(ended) == set(started), "started and ended differ", *sorted(set(ended) ^ set(started))[:4])
+    for what, counts in (
+        ("a rollout ended", ended),
+        ("a group closed", closed),
+        ("a group was processed", processed),
+    ):
+        twice = [key for key, count in counts.items() if count != 1]
+        rule(not twice, f"{what} more than once", *twice[:4])
+    rule(set(closed) == set(processed), "closed and processed differ", *(set(closed) ^ set(processed)))
+    rule(
+        max(shipped.values(), default=1) == 1, "trained twice", *[r for r, n in shipped.items() if n > 1][:4]
+    )
+    rule(steps == list(range(1, len(steps) + 1)), "steps are not 1, 2, 3, …", *steps[-4:])
+    rule(not set(shipped) & set(gone), "shipped and dropped", *list(set(shipped) & set(gone))[:4])
+    lost = queued - set(shipped) - set(gone)
+    left = sum(
+        a.rollouts.get("left_over", 0) + a.rollouts.get("queued", 0)
+        for a in world.core.account.streams().values()
+    )
+    rule(len(lost) == left, "what was to train was lost", len(lost), left)
+    for stream, account in world.core.account.streams().items():
+        rule(account.launched == launched[stream], "launched", stream, account.launched, launched[stream])
+        rule(account.sampled == sampled[stream], "sampled", stream, account.sampled, sampled[stream])
+
+
+def _setup(random: Random, seed: int) -> CoreSetup:
+    size = random.randint(2, 4)  # one alone has no spread of rewards, and never trains
+    envs = [
+        train_env(
+            "a",
+            tasks=random.choice((None, 7, 40)),
+            epochs=random.choice((None, None, 2)),
+            group_size=size,
+            max_attempts=random.randint(1, 3),
+            on_stale=random.choice(("drop", "mask_tokens", "train")),
+            sampler=random.choice(("sequential", "shuffled")),
+        )
+    ]
+    if random.random() < 0.5:
+        rate = random.choice((None, 90.0))
+        envs.append(
+            train_env("b", group_size=random.randint(2, 4), max_attempts=2, weight=2.0, tasks_per_minute=rate)
+        )
+    evals = [EvalSection(id="e", name="held", examples=2, k=2, every=3)] if random.random() < 0.4 else []
+    by_tokens = random.random() < 0.4
+    lag = random.randint(0, 3)
+    setup = setup_for(
+        *envs,
+        batch=None if by_tokens else random.randint(4, 12),
+        batch_tokens=random.randint(60, 200) if by_tokens else None,
+        lag=lag,
+        max_staleness=lag + random.randint(0, 3),
+        max_steps=random.randint(3, 60),
+        evals=evals,
+        seed=seed,
+        dead_group_limit=10**9,
+        checkpoint_every=random.randint(1, 6),
+    )
+    segment = random.choice((None, None, 2))
+    return msgspec.structs.replace(setup, engine_wait_s=1e9, segment_tokens=segment)
+
+
+def run_seed(seed: int, events: int | None = None) -> Report:
+    """One seed; `events` before the last fault, drawn from the seed when left out: most short, some long."""
+    if events is None:
+        events = int(40 * 75 ** Random(f"events {seed}").random())
+    return Storm(seed, events).run()
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m paceline.testing.storm", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--seeds", type=int, default=500, help="how many")
+    parser.add_argument("--first", type=int, default=0, help="the first of them")
+    parser.add_argument(
+        "--events", type=int, help="events before the last fault; drawn from the seed by default"
+    )
+    args = parser.parse_args(argv)
+    began, reports, failed = time.monotonic(), [], []
+    for seed in range(args.first, args.first + args.seeds):
+        try:
+            reports.append(run_seed(seed, args.events))
+        except Exception:
+            failed.append(seed)
+            traceback.print_exc()
+            again = f" --events {args.events}" if args.events else ""
+            print(
+                f"seed {seed} failed; again: python -m paceline.testing.storm --first {seed} --seeds 1{again}",
+                flush=True,
+            )
+    total = {
+        name: sum(getattr(r, name) for r in reports)
+        for name in ("events", "lives", "faults", "rollouts", "steps")
+    }
+    print(
+        f"{len(reports)} seeds passed, {len(failed)} failed {failed[:10] or ''} in {time.monotonic() - began:.0f} s: {total}"
+    )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
