@@ -10,7 +10,7 @@ TORCH ?= torch==2.13.0
 JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo demo-tools test test-fast vllm-env vllm-server test-vllm check format bench docs report clean
+.PHONY: chaos help setup demo demo-tools test test-fast vllm-env vllm-server test-vllm check format bench docs report clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ check: setup  ## format, lint, types
 format: setup  ## format and mend what can be mended
 	$(BIN)/ruff format src tests bench tools
 	$(BIN)/ruff check --fix src tests bench tools
+
+chaos: setup  ## random faults and kills of the core, in simulated time: make chaos SEEDS=10000
+	$(BIN)/python -m paceline.testing.storm --seeds $(or $(SEEDS),10000) $(ARGS)
 
 bench: setup  ## all benchmarks, or one: make bench ONLY=wire
 	$(BIN)/python -m bench $(if $(ONLY),--only $(ONLY))

@@ -97,6 +97,8 @@ class Launcher:
             while self._open_next(cut, processing) is not None:
                 pass
         while free > 0:
+            if self._learner is not None and self._fleet.free() <= 0:
+                return  # a start may take more than one permit's room: a window of the burst rule began with it
             if self.evals and self._flights.evals < eval_limit:
                 if not self._fits(self.evals[0], free):
                     return

@@ -353,6 +353,13 @@ class Core:
         if rollout.task.split == "eval":
             flight.account.move("in_flight", "eval", flight.sampled)
             return
+        if (rollout.task.split, rollout.task.env) in self.setup.whole_groups and self.groups.has(rollout.id):
+            # Its members ran in one call: none can be tried again by itself.
+            group = self.groups.of(rollout.id)
+            flight.account.move("in_flight", "grouped", flight.sampled)
+            group.tokens[rollout.id] = flight.sampled
+            self._process(group, self.groups.settle(rollout))
+            return
         flight.account.move("in_flight", "failed", flight.sampled)
         if self.groups.has(rollout.id):
             why = "restart: it is not counted as an attempt"

@@ -168,7 +168,8 @@ class Invariants:
         self._rule(group not in self._processed, "a member started after its group closed", rollout)
         if rollout.attempt:
             before = rollout._replace(attempt=rollout.attempt - 1)
-            self._rule(before in self._ended, "a retry began before the attempt had ended", rollout)
+            over = before in self._ended or before in self._earlier
+            self._rule(over, "a retry began before the attempt had ended", rollout)
         if command.put_off:
             kept = self._kept.get(command.put_off)
             if kept is None:
