@@ -96,7 +96,7 @@ async def test_textarena_against_a_service_and_against_itself(tmp_path: Path) ->
     ("env", "args"),
     [
         ("reasoning-gym", {"dataset": "chain_sum", "config": {"max_terms": 2, "max_digits": 1}}),
-        ("textarena", {"game": "GuessTheNumber-v0", "template": "[{}]"}),
+        ("textarena", {"game": "GuessTheNumber-v0", "template": "[{}]", "rules": "Guess: 1 to 15"}),
     ],
 )
 def test_three_steps_are_trained_on_it(tmp_path: Path, env: str, args: dict[str, Any]) -> None:

@@ -72,13 +72,15 @@ class TextArena(Environment):
         players: int = 1,
         opponent: str = "opponent",
         template: str = "{}",
+        rules: str | None = None,
         seed: int = 0,
         options: Mapping[str, Any] = {},
     ) -> None:
-        """`template` makes an action of what the model says, `"[{}]"` for games that want brackets. `opponent`: the
+        """`template` makes an action of what the model says, `"[{}]"` for games that want brackets. `rules` is said
+        first instead of the game's own words, for models with a short context. `opponent`: the
         service (`[services]` or `[chat.NAME]`) that plays the others; it is asked with the messages so far."""
         self._make = (game, players, options)
-        self._opponent, self._template, self._seed = opponent, template, seed
+        self._opponent, self._template, self._rules, self._seed = opponent, template, rules, seed
         try:
             Game(game, players, 0, options)
         except EnvError as error:
@@ -98,6 +100,8 @@ class TextArena(Environment):
         while not game.is_over:
             player, told = game.ask()
             if player == 0:
+                if self._rules is not None and model.last is None:
+                    told = self._rules
                 reply = await model.chat(told)
                 game.act(self._template.format(reply.text.strip()))
                 continue
@@ -120,7 +124,7 @@ class TextArenaSelfPlay(MultiAgentEnv):
     def __init__(
         self, game: str, template: str = "{}", seed: int = 0, options: Mapping[str, Any] = {}
     ) -> None:
-        self._alone = TextArena(game, 2, "", template, seed, options)
+        self._alone = TextArena(game, 2, "", template, None, seed, options)
         self._game, self._template, self._options = game, template, options
 
     def tasks(self, split: Split) -> TaskSource:
