@@ -59,6 +59,7 @@ def test_unbiased_tail_puts_off_and_has_the_same_responses_back(tmp_path: Path) 
         scheduling__type="unbiased_tail",
         scheduling__cutoff_tokens=8,
         algorithm__name="rloo",
+        trainer__lr=1e-9,
     )
     deferred = [r for r in run.ended.values() if r.outcome.cause == "deferred"]
     assert deferred
@@ -70,18 +71,18 @@ def test_unbiased_tail_puts_off_and_has_the_same_responses_back(tmp_path: Path) 
     back = [start for start in run.of(do.StartRollout) if start.put_off]
     assert back
     tokens = {r.id: r for r in read_rollouts(run.dir)}
-    same = 0
+    compared = 0
     for start in back:
         first = tokens[puts[start.put_off].again[start.rollout.member]]
-        again = tokens.get(start.rollout)
-        if again is None or not again.turns or again.outcome.ending == "cancelled":
-            continue
+        again = tokens[start.rollout]
         assert start.noise_seed == puts[start.put_off].noise[start.rollout.member]
-        assert len(again.turns[0].sampled_ids) >= 1
-        head = min(len(first.turns[0].sampled_ids), len(again.turns[0].sampled_ids))
-        same += np.array_equal(first.turns[0].sampled_ids[:head], again.turns[0].sampled_ids[:head])
-    # The policy has moved by a step or two: most responses begin as they began.
-    assert same >= 0.5 * len(back)
+        if again.outcome.ending == "cancelled":
+            continue  # by the end of the run
+        # The policy does not move here, so the same noise gives the same response: its first tokens, and then more.
+        assert again.sampled_tokens > 8
+        assert np.array_equal(first.turns[0].sampled_ids, again.turns[0].sampled_ids[:8])
+        compared += 1
+    assert compared > 5
 
 
 def test_overprovision_trains_what_was_late_in_a_later_batch(tmp_path: Path) -> None:
