@@ -120,9 +120,10 @@ def test_examples_of_a_guide_pass_their_own_tests(page: Path, folder: Path) -> N
     ],
     ids=of,
 )
-def test_what_a_config_names_is_there(config: Path, folder: Path) -> None:
+def test_what_a_config_names_is_there(config: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Environments and algorithms of the examples are imported and made, as `paceline doctor` does it."""
     files = [config]
+    monkeypatch.syspath_prepend(str(config.parent))  # where the command line looks, too
     if config.suffix == ".md":
         names = save_examples(config, folder)
         files = [folder / name for name in names if name.endswith(".toml") and name not in LAID_OVER]
