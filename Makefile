@@ -10,7 +10,7 @@ TORCH ?= torch==2.13.0
 JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: chaos help setup demo demo-tools test test-fast vllm-env vllm-server test-vllm check format bench docs report clean
+.PHONY: chaos help setup demo demo-tools test test-fast vllm-env vllm-server test-vllm check format bench reproduce docs report clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,6 +62,9 @@ chaos: setup  ## random faults and kills of the core, in simulated time: make ch
 
 bench: setup  ## all benchmarks, or one: make bench ONLY=wire
 	$(BIN)/python -m bench $(if $(ONLY),--only $(ONLY))
+
+reproduce: setup  ## simulate what papers report of scheduling; writes docs/benchmarks/scheduling.md
+	$(BIN)/python tools/reproduce.py $(ARGS)
 
 docs: setup  ## write the generated reference
 	$(BIN)/paceline config reference > docs/reference/config.md

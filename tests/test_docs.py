@@ -15,6 +15,7 @@ from paceline.config import RunConfig
 from paceline.config.load import load
 from paceline.config.reference import markdown
 from paceline.runtime.doctor import Finding
+from paceline.sim.study import load_study
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/**/*.md")])
@@ -84,7 +85,10 @@ def test_every_config_loads_strictly(page: Path, tmp_path: Path) -> None:
             base, shown = tmp_path / "base.toml", tmp_path / f"{number}.toml"
             base.write_text(BASE, encoding="utf-8")
             shown.write_text(block.text, encoding="utf-8")
-            load(RunConfig, [base, shown])
+            if "[study]" in block.text:
+                load_study(shown)
+            else:
+                load(RunConfig, [base, shown])
 
 
 def test_the_reference_of_options_is_up_to_date() -> None:

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from sim_kit import Kept, as_bytes, simulation
 
 from paceline.core.admission import AdaptiveCap, Admission, Bounds, FixedCap, PredictiveCap
-from paceline.core.scheduling import Overlap, Overprovision, Scheduling, Synchronous
+from paceline.core.scheduling import (
+    Divided,
+    KvArea,
+    Overlap,
+    Overprovision,
+    Partial,
+    Scheduling,
+    Synchronous,
+    TailRounds,
+    UnbiasedTail,
+)
 from paceline.core.streams import key, uniform
 from paceline.domain import events as on
 from paceline.sim.engine import Speed
@@ -46,16 +58,21 @@ def test_policies_meet_the_same_rollouts() -> None:
     assert all(lengths[0][r] == lengths[1][r] for r in both)
 
 
-def _scheduling(kind: int) -> tuple[Scheduling, dict[str, int]]:
-    if kind == 0:
-        return Overlap(), {"lag": 0, "max_staleness": 0}
-    if kind == 1:
-        return Overlap(), {"lag": 2}
-    if kind == 2:
-        return Synchronous(), {"lag": 0, "max_staleness": 0}
-    if kind == 3:
-        return Overprovision(1.5, "keep"), {"lag": 0}
-    return Overprovision(1.5, "discard"), {"lag": 0, "max_staleness": 0}
+ON_POLICY = {"lag": 0, "max_staleness": 0}
+POLICIES: list[tuple[Callable[[], Scheduling], dict[str, int]]] = [
+    (Overlap, ON_POLICY),
+    (Overlap, {"lag": 2}),
+    (Synchronous, ON_POLICY),
+    (lambda: Overprovision(1.5, "keep"), {"lag": 0}),
+    (lambda: Overprovision(1.5, "discard"), ON_POLICY),
+    (lambda: Partial(600, 1.0), {"lag": 0}),
+    (lambda: Partial(None, 2.0), {"lag": 0}),
+    (lambda: TailRounds(1.25, 1.25), ON_POLICY),
+    (lambda: UnbiasedTail(800, "pinned"), ON_POLICY),
+    (lambda: UnbiasedTail(800, "resume"), {"lag": 0, "max_staleness": 32}),
+    (lambda: Divided(400, 0.25), {"lag": 0}),
+    (lambda: KvArea(300, 0.25, 0.9, 0.75), {"lag": 0}),
+]
 
 
 def _admission(kind: int) -> Admission:
@@ -70,7 +87,7 @@ def chance_run(seed: int) -> None:
     def draw(what: str, n: int) -> int:
         return int(uniform(key(seed, what), 0) * n)
 
-    scheduling, changes = _scheduling(draw("policy", 5))
+    make, changes = POLICIES[draw("policy", len(POLICIES))]
     lost = (40.0 + 100.0 * draw("when", 5),) if draw("lost", 3) == 0 else ()
     faults = FaultModel(
         infrastructure=0.1 * draw("infrastructure", 3),
@@ -84,7 +101,7 @@ def chance_run(seed: int) -> None:
     sim = simulation(
         ("code-single", "math-tool", "search")[draw("preset", 3)],
         seed=seed,
-        scheduling=scheduling,
+        scheduling=make(),
         admission=admission,
         speed=Speed(kv_tokens=(30_000, 60_000)[draw("memory", 2)], max_model_len=29_000, max_num_seqs=12),
         weights=WeightsModel(

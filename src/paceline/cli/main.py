@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "env": ("paceline.cli.env", "check an environment: run it against a scripted model"),
     "capacity": ("paceline.cli.capacity", "how many rollouts fit: the KV arithmetic of a model and a GPU"),
     "simulate": ("paceline.cli.simulate", "scheduling policies on modelled engines, in virtual time"),
+    "calibrate": ("paceline.cli.calibrate", "the engine model's constants, fitted to a recorded run"),
     "report": ("paceline.cli.report", "write the report of a finished or live run"),
     "export": ("paceline.cli.export", "write a run's spans for a trace viewer"),
     "config": ("paceline.cli.config", "show the resolved config, the reference of options, the JSON schema"),

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from paceline.config import (
     AdmissionSection,
+    AlgorithmSection,
     FixedAdmission,
     OverlapScheduling,
     RunConfig,
@@ -119,6 +120,8 @@ class PolicySection(Section):
     """As `[scheduling]` of a run."""
     admission: AdmissionSection = FixedAdmission(cap=1024)
     """As `[admission]` of a run."""
+    algorithm: AlgorithmSection = AlgorithmSection()
+    """As `[algorithm]` of a run."""
     engines: int | None = Field(default=None, ge=1)
     """Engines, where it differs from `[engines]`: overlapping schemes share the GPUs with the trainer."""
     weights: WeightsModel | None = None
@@ -252,6 +255,7 @@ class StudyConfig(Section):
                 "env": [_env(env) for env in workload.env],
                 "scheduling": policy.scheduling.model_dump(),
                 "admission": policy.admission.model_dump(),
+                "algorithm": policy.algorithm.model_dump(),
                 "batch": batch | {"dead_group_limit": 1 << 30},
                 "filters": {"zero_advantage": study.zero_signal},
                 "checkpoint": {"every": 1 << 30},
