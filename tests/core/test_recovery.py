@@ -53,6 +53,9 @@ def normal(state: dict[str, Any]) -> dict[str, Any]:
         plain.pop(name, None)
     plain["plan"] = {env: version for env, version in plain["plan"].items() if version >= 0}
     curriculum = plain["curriculum"]
+    # What a mix and a sampler have learnt is that of the newest checkpoint, like what admission has.
+    for name in ("mix", "learnt"):
+        curriculum.pop(name, None)
     curriculum["envs"] = {
         env: (saved["drawn"], saved["redraw"])
         for env, saved in curriculum["envs"].items()

@@ -65,12 +65,14 @@ class _Group:
 
     __slots__ = (
         "arrived",
+        "fallback",
         "id",
         "launched",
         "left",
         "needs",
         "places",
         "put_off",
+        "references",
         "retries",
         "seed",
         "since",
@@ -93,6 +95,8 @@ class _Group:
         self.needs = self.places = size
         self.step = 0
         self.put_off: dict[str, Any] | None = None
+        self.references: tuple[float, ...] = ()
+        self.fallback: float | None = None
         self.retries: list[RolloutId] = []
         self.arrived: list[RolloutId] = []
         self.tokens: dict[RolloutId, int] = {}
@@ -211,6 +215,7 @@ class Recovery:
             group.step = self.cut + 1
             if command.put_off:
                 group.put_off = self._kept.pop(command.put_off)
+                group.references = tuple(group.put_off["references"])
             else:
                 self._draw(task)
         if not rollout.attempt:
@@ -263,6 +268,7 @@ class Recovery:
 
     def _process(self, command: do.ProcessGroup) -> None:
         group = self._groups.pop(command.group.id)
+        group.references, group.fallback = command.group.references, command.group.fallback
         for rollout in group.retries:  # given up: its last attempt settles the member, as failed as it was
             group.arrived.append(rollout)
             group.tokens[rollout] = 0
@@ -384,7 +390,13 @@ class Recovery:
             commands.append(do.ShipBatch(batch, "it was being shipped when the run ended"))
         for group in self._processing.values():
             closed = ClosedGroup(
-                group.id, group.task, group.size, tuple([rollouts[r] for r in group.arrived])
+                group.id,
+                group.task,
+                group.size,
+                tuple([rollouts[r] for r in group.arrived]),
+                0 if group.needs == group.size else group.needs,
+                group.references,
+                group.fallback,
             )
             commands.append(do.ProcessGroup(closed, "it was being processed when the run ended"))
         return commands
@@ -463,6 +475,7 @@ def _group(plain: Mapping[str, Any]) -> _Group:
     group.launched, group.unlaunched = plain["launched"], plain["unlaunched"]
     group.left, group.needs, group.places = plain["left"], plain["needs"], plain["places"]
     group.step, group.put_off = plain["step"], plain["put_off"]
+    group.references, group.fallback = tuple(plain.get("references", ())), plain.get("fallback")
     group.retries = [parse_rollout_id(name) for name in plain["retries"]]
     group.arrived = [parse_rollout_id(name) for name in plain["arrived"]]
     group.tokens = {parse_rollout_id(name): tokens for name, tokens in plain["tokens"].items()}
@@ -486,4 +499,6 @@ def _plain(group: _Group) -> dict[str, Any]:
         "left": group.left,
         "step": group.step,
         "put_off": group.put_off,
+        "references": list(group.references),
+        "fallback": group.fallback,
     }
