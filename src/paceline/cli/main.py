@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "simulate": ("paceline.cli.simulate", "scheduling policies on modelled engines, in virtual time"),
     "calibrate": ("paceline.cli.calibrate", "the engine model's constants, fitted to a recorded run"),
     "report": ("paceline.cli.report", "write the report of a finished or live run"),
+    "explain": ("paceline.cli.explain", "why a rollout waited, was parked, dropped or trained"),
     "export": ("paceline.cli.export", "write a run's spans for a trace viewer"),
     "config": ("paceline.cli.config", "show the resolved config, the reference of options, the JSON schema"),
     "engines": ("paceline.cli.fleet", "which servers a run uses; add one or take one out while it goes on"),
