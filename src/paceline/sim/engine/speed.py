@@ -2,7 +2,7 @@
 
 A roofline: a step reads the weights or computes, whichever is slower, with the corner rounded off by a 4-norm; beside
 that it reads the KV cache, computes the attention of prefills, and pays for launches and scheduling. The form is that of
-trained-physics simulators (BLIS); the efficiencies below were fitted to published measurements, see
+trained-physics simulators (BLIS); the efficiencies below follow published measurements, see
 `docs/benchmarks/scheduling.md`.
 """
 
