@@ -478,7 +478,7 @@ def test_a_stop_does_not_wait_for_weights_that_nobody_will_sample() -> None:
     assert run.seconds < 60
 
 
-def test_the_event_that_the_core_refused_is_the_last_of_the_journal() -> None:
+def test_the_journal_ends_with_the_event_that_the_core_refused_and_with_the_failure() -> None:
     journal = MemoryJournal()
     with pytest.raises(TrainerError, match="published v7"):
         run_driver(
@@ -487,8 +487,12 @@ def test_the_event_that_the_core_refused_is_the_last_of_the_journal() -> None:
             journal=journal,
             during=lambda controls: controls.at(1.5, lambda: controls.post(on.PolicyPublished(7, "w"))),
         )
-    _, event, commands = journal.entries[-1]
+    _, event, commands = journal.entries[-2]
     assert (event, commands) == (on.PolicyPublished(7, "w"), ())
+    _, event, commands = journal.entries[-1]
+    assert isinstance(event, on.RunFailed)
+    assert "published v7" in event.error
+    assert [type(command) for command in commands] == [do.FinishRun]
 
 
 def test_a_part_that_cancels_itself_ends_the_run_by_its_name() -> None:

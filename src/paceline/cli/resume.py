@@ -79,7 +79,7 @@ class ReadBack(NamedTuple):
     recovery: Recovery
     rollouts: dict[RolloutId, Rollout]
     """Those that it wants."""
-    extras: dict[RolloutId, Extras]
+    extras: Mapping[RolloutId, Extras]
     at: float
     """Time of the last record, in seconds of the run's clock."""
 
