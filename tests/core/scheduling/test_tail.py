@@ -156,7 +156,7 @@ def test_what_is_beyond_the_cut_off_comes_back_and_nothing_is_skewed(how: str, b
     lengths = shipped_lengths(world)
     # What waits for its round when the run ends is all that is missing.
     kept = [t for put in world.core.kept.values() for t in map(length, put.noise)]
-    held = [40 for flight in world.core.flights.all() if flight.held]
+    held = [40 for r in world.trace.ended if r.outcome.cause == "surplus" and r.sampled_tokens >= 9]
     share = sum(t == 40 for t in [*lengths, *kept, *held]) / (len(lengths) + len(kept) + len(held))
     assert 0.095 < share < 0.155
     assert lengths.count(40) > 0.07 * len(lengths)
