@@ -144,7 +144,17 @@ class Model(Protocol):
 class Context:
     """What else a rollout has: its randomness, its clock, and a place for its state."""
 
-    __slots__ = ("_clock", "_group_rng", "_noise_seed", "_rng", "deadline", "group_seed", "rollout", "state")
+    __slots__ = (
+        "_at_end",
+        "_clock",
+        "_group_rng",
+        "_noise_seed",
+        "_rng",
+        "deadline",
+        "group_seed",
+        "rollout",
+        "state",
+    )
 
     def __init__(
         self,
@@ -162,6 +172,8 @@ class Context:
         """When the rollout is cut, in seconds of the run's clock."""
         self.state: Any = None
         """The environment's own; `on_truncated` finds it here."""
+        self._at_end: list[Callable[[], None]] = []
+        """Called when the rollout has ended: whether `on_truncated` is asked is known to its runner alone."""
         self._noise_seed = noise_seed
         self._clock = clock
         self._rng: np.random.Generator | None = None

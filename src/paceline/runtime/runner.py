@@ -34,7 +34,8 @@ from paceline.domain.commands import StartRollout
 from paceline.domain.ids import EngineId, EnvName, RolloutId
 from paceline.domain.rollout import COMPLETED, CancelCause, FailureCause, Limit, Outcome, Rollout
 from paceline.domain.task import Split, Task
-from paceline.envs.protocol import Context, InfrastructureError, Result, RolloutTruncated, ScoringError
+from paceline.envs.causes import cause_of, is_interruption
+from paceline.envs.protocol import Context, Result, RolloutTruncated
 from paceline.envs.text import cut_text
 from paceline.errors import EngineError, EnvError, InvariantError, said_by
 from paceline.ports import Engine
@@ -49,15 +50,6 @@ it is cancelled (again)."""
 STUCK_S: Final = 300.0
 """Seconds of being cancelled again and again after which a rollout does not stop: its place is lost, and with enough of
 them the run would wait for ever."""
-
-_PERMANENT: Final = (
-    FileNotFoundError,
-    PermissionError,
-    IsADirectoryError,
-    NotADirectoryError,
-    FileExistsError,
-)
-"""Errors of the operating system that another attempt would meet again."""
 
 _LIMITS: Final = get_args(Limit)
 
@@ -202,6 +194,8 @@ class _Run:
                 self._abort.cancel()
             # A task that the environment left behind may call the model later: nobody is there to ask for it.
             self._model.stop = self._model.stop or "self"
+            for give_back in self._ctx._at_end:
+                give_back()
         return self._record(outcome, result)
 
     def unstarted(self, cause: CancelCause) -> Rollout:
@@ -247,7 +241,7 @@ class _Run:
             if failure.limit not in _LIMITS:
                 return _no_limit(failure.limit), None
             model.give_out(failure.limit, str(failure))  # a limit of the environment's own
-        if model.limit is not None and _is_interruption(failure):
+        if model.limit is not None and is_interruption(failure):
             return await self._close(task)
         return _failure(failure)
 
@@ -440,36 +434,7 @@ def _no_limit(named: object) -> Outcome:
 def _failure(error: BaseException) -> tuple[Outcome, Result | None]:
     if isinstance(error, asyncio.CancelledError):
         return Outcome("cancelled", "self", "the environment raised CancelledError by itself"), None
-    return _failed(_cause_of(error), _text(error)), None
-
-
-def _cause_of(error: BaseException) -> FailureCause:
-    if isinstance(error, BaseExceptionGroup):
-        causes = {_cause_of(leaf) for leaf in error.exceptions}
-        return causes.pop() if len(causes) == 1 else "environment"
-    if isinstance(error, ScoringError):
-        return "unscored"
-    chain: BaseException | None = error
-    while chain is not None:
-        if isinstance(chain, InfrastructureError):
-            return "infrastructure"
-        if isinstance(chain, OSError) and not isinstance(chain, _PERMANENT):
-            return "infrastructure"
-        chain = chain.__cause__  # clients wrap what the network raised
-    return "environment"
-
-
-def _is_interruption(error: BaseException) -> bool:
-    """Whether an exception is what a limit raises in the environment, perhaps inside a group of its own tasks, or what
-    the environment made of that: a sandbox client that is interrupted raises an error of its own."""
-    chain: BaseException | None = error
-    while chain is not None:
-        if isinstance(chain, BaseExceptionGroup) and any(map(_is_interruption, chain.exceptions)):
-            return True
-        if isinstance(chain, RolloutTruncated | asyncio.CancelledError):
-            return True
-        chain = chain.__cause__ or chain.__context__
-    return False
+    return _failed(cause_of(error), _text(error)), None
 
 
 def _failed(cause: FailureCause, detail: str) -> Outcome:

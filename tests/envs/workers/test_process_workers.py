@@ -49,7 +49,7 @@ async def test_a_rollout_in_a_worker_is_recorded_as_an_inline_one_however_it_end
 
     from paceline.config import Limits
 
-    for does in ("answer", "raise", "infrastructure", "cancel itself", "talk"):
+    for does in ("answer", "raise", "infrastructure", "cancel itself", "talk", "return too much"):
         here = Inside(Told(does), Limits(max_turns=3), Engine())
         async with inside(tmp_path, "Told", {"does": does}, limits={"max_turns": 3}) as there:
             assert told(await there.roll_out(2, index=1)) == told(await here.roll_out(2, index=1)), does
@@ -140,6 +140,7 @@ async def test_a_cancelled_rollout_ends_when_its_code_has_stopped(tmp_path: Path
         rollout = await pending
         assert (rollout.outcome.ending, rollout.outcome.cause) == ("cancelled", "stale")
         assert 0.25 < time.monotonic() - began < 5
+        assert run.pool.workers[0].calls == {}  # its place is free again
 
 
 def run_id() -> Any:

@@ -52,6 +52,10 @@ class Told(Environment):
                 raise
         elif self.does == "raise":
             raise ValueError("no such thing")
+        elif self.does == "raise half a character":
+            raise ValueError("no file \udcff")
+        elif self.does == "return too much":
+            return Result(10**30)
         elif self.does == "infrastructure":
             raise InfrastructureError("sandbox lost")
         elif self.does == "cancel itself":

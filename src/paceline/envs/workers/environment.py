@@ -7,7 +7,8 @@ CancelledError here (a deadline, a stale rollout) ──▶ Cancel ──▶ End
 from __future__ import annotations
 
 import asyncio
-from typing import Any, get_args
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -27,8 +28,6 @@ from paceline.envs.workers import wire
 from paceline.envs.workers.pool import Call, Died, WorkerPool
 from paceline.envs.workers.remote import said_of
 from paceline.errors import EngineError, EnvError, said_by
-
-_LIMITS = get_args(Limit)
 
 
 class RemoteTasks:
@@ -60,6 +59,8 @@ class RemoteEnvironment(Environment):
         group = (ctx.rollout.group, ctx.rollout.attempt) if self.whole_group else None
         call = await self.pool.call(group)
         ctx.state = _Visit(call, group)
+        # After an interruption the call is kept for `on_truncated`, which only a limit brings about.
+        ctx._at_end.append(partial(self.pool.release, call, group))
         call.send(
             wire.Start(
                 call.number,
@@ -158,9 +159,8 @@ class _Service:
             raise
         except EnvError as error:
             call.send(wire.Refused(call.number, asked.ask, "error", str(error)))
-        except (
-            Exception
-        ) as error:  # nothing of the runner's raises anything else; the rollout must not wait for ever
+        # Nothing of the runner's raises anything else; the rollout must not wait for ever.
+        except Exception as error:
             call.send(wire.Refused(call.number, asked.ask, "error", said_by(error)))
         finally:
             self._asks.pop(asked.ask, None)

@@ -18,7 +18,7 @@ from paceline.config.workers import ProcessWorkers, RayWorkers
 from paceline.envs.protocol import InfrastructureError
 from paceline.envs.surroundings import InRun
 from paceline.envs.workers import wire
-from paceline.envs.workers.worker import CLOSE_S
+from paceline.envs.workers.worker import CLOSE_S, PULSE_S
 from paceline.errors import ConfigError, EnvError, PacelineError, said_by
 
 log = logging.getLogger(__name__)
@@ -200,8 +200,8 @@ class WorkerPool:
     def release(self, call: Call, group: Hashable | None = None) -> None:
         """The call is over."""
         member = call.member
-        if member.calls.pop(call.number, None) is None:
-            return
+        if member.calls.pop(call.number, None) is None or member not in self._members:
+            return  # given back before, or lost with its worker, for which another one is on its way
         member.link.send(wire.Forget(call.number))
         member.served += 1
         self._failures = 0
@@ -350,9 +350,15 @@ class WorkerPool:
     def _set_timer(self, member: Member) -> None:
         """Look at it when it would have been silent for too long."""
         loop = asyncio.get_running_loop()
+        due = member.seen_at + self._settings.hang_s
 
         def look() -> None:
-            silent = loop.time() - member.seen_at
+            now = loop.time()
+            if (
+                now - due > PULSE_S
+            ):  # our own loop was held up: what the worker said meanwhile is yet to be read
+                member.seen_at = now
+            silent = now - member.seen_at
             if silent < self._settings.hang_s:
                 self._set_timer(member)
                 return
@@ -361,7 +367,7 @@ class WorkerPool:
             )
             self._spawn(self._kill(member))
 
-        member.timer = loop.call_at(member.seen_at + self._settings.hang_s, look)
+        member.timer = loop.call_at(due, look)
 
     async def _kill(self, member: Member) -> None:
         await member.link.close(0.0)

@@ -55,8 +55,10 @@ class Worker:
             if call is not None:
                 call.model.questions.answer(record.ask, reply_of(record.said))
         elif isinstance(record, wire.Refused):
-            questions = self._questions if call is None else call.model.questions
-            questions.refuse(record)
+            if not record.call:
+                self._questions.refuse(record)
+            elif call is not None:
+                call.model.questions.refuse(record)
         elif isinstance(record, wire.Served):
             self._questions.answer(record.ask, record.value)
         elif isinstance(record, wire.Cancel):
@@ -176,7 +178,13 @@ class Worker:
         except BaseException as error:
             failure = failure_of(error)
         call.running = None
-        self._send(wire.Ended(call.number, told, failure))
+        try:
+            self._send(wire.Ended(call.number, told, failure))
+        # Half a character, say, in the name of a file: the orchestrator waits for the end, in whatever words.
+        except (TypeError, ValueError, OverflowError) as error:
+            if failure is None:
+                failure = wire.Failure("environment", f"EnvError: its result cannot be sent: {error}")
+            self._send(wire.Ended(call.number, None, _escaped(failure)))
 
 
 class _Call:
@@ -244,7 +252,7 @@ def told_of(result: Result) -> wire.Told:
 
 
 def _number(value: Any) -> Any:
-    if value is None or type(value) in (int, float, bool):
+    if value is None or type(value) in (float, bool) or (type(value) is int and abs(value) < 2**63):
         return value
     with contextlib.suppress(Exception):  # anybody's object; the runner then says that it is no number
         return float(value)
@@ -268,6 +276,15 @@ def failure_of(error: BaseException) -> wire.Failure:
     else:
         text = said_by(error)
     return wire.Failure(kind, text, interrupted=interrupted)
+
+
+def _escaped(failure: wire.Failure) -> wire.Failure:
+    """The same in ASCII: names of files may hold what UTF-8 cannot."""
+    text, limit = (
+        None if said is None else str(said).encode("ascii", "backslashreplace").decode()
+        for said in (failure.text, failure.limit)
+    )
+    return wire.Failure(failure.kind, text or "", limit, failure.interrupted)
 
 
 def resident_mb() -> float:
