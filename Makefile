@@ -10,7 +10,7 @@ TORCH ?= torch==2.13.0
 JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: chaos help setup demo demo-tools test test-fast vllm-env vllm-server test-vllm check format bench reproduce docs report clean
+.PHONY: chaos help setup demo demo-tools test test-fast vllm-env vllm-server test-vllm check format bench reproduce docs clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,7 +18,7 @@ help:  ## this list
 # Torch first, and only if it is missing: a torch that is already there is used as it is. TORCH= chooses another
 # build: `make setup TORCH="torch --index-url <the index for CPU builds that PyTorch's install page names>"`.
 $(VENV)/.ready: pyproject.toml
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/pip || { echo "making the virtual environment $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@$(BIN)/python -c 'import torch' 2>/dev/null || { echo "installing $(TORCH) into $(VENV), once: some minutes"; \
 		$(BIN)/pip install --disable-pip-version-check -q $(TORCH); }
 	@echo "installing paceline and what it needs into $(VENV)"
