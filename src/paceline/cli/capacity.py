@@ -138,9 +138,8 @@ def _embedded(args: argparse.Namespace, section: EmbeddedEngine, shape: KvShape)
         print(json.dumps(told | {"rollouts": {str(n): found.rollouts(n) for n in args.context}}))
         return 0
     _print_shape(shape)
-    print(
-        f"for the KV cache  {found.kv_bytes / 1e9:>9.1f} GB   of memory, in each of {section.replicas} engines"
-    )
+    each = f", in each of {section.replicas} engines" if section.replicas > 1 else ""
+    print(f"for the KV cache  {found.kv_bytes / 1e9:>9.2f} GB   of memory{each}")
     print(f"KV tokens         {found.kv_tokens:>12,}   engine.kv_tokens")
     _print_rollouts(found, args.context)
     return 0

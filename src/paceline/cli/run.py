@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="",
         metavar="RUN",
-        help="go on from a run directory's newest checkpoint; without RUN, the newest run of this name",
+        help="go on with the run in directory RUN; without RUN, with the newest run of this name",
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything a run needs, start nothing")
     parser.add_argument("--summary", choices=["json"], help="end the output with one line of JSON")
@@ -125,7 +125,12 @@ def start(
             run_id, goes_on, notes = resumption(run_dir, config)
             for note in notes:
                 _say(note)
-            _say(f"going on in {run_dir} after step {goes_on.step if goes_on else 0}")
+            again = (
+                f", training on from step {goes_on.trained}"
+                if goes_on and goes_on.trained < goes_on.step
+                else ""
+            )
+            _say(f"going on in {run_dir} after step {goes_on.step if goes_on else 0}{again}")
         try:
             open_run(
                 run_dir,
