@@ -375,6 +375,8 @@ def row_text(row: Row, max_steps: int) -> str:
         reward = _number(get(f"{prefix}/reward"), 3)
         count = int(get(f"{prefix}/rollouts", 0))
         return f"{_held_out(row.env)} at v{row.step}: reward {reward}{''.join(passes)}  ({count} rollouts)"
+    if row.trained and all(name.startswith("trainer/") for name in row.values):
+        return f"step {row.step}/{max_steps} trained again, from the batch on disk"
     share = get("goodput")
     return (
         f"step {row.step}/{max_steps}"
