@@ -198,6 +198,27 @@ class World:
         return lambda: self.runner.cancel(RolloutId(3, 0), cause)
 
 
+def test_a_cancellation_that_a_request_for_a_turn_brings_about_ends_its_wait_at_once() -> None:
+    class Sheds(Gate):
+        def request(self, event: TurnRequested) -> asyncio.Future[GrantTurn]:
+            future = super().request(event)
+            world.runner.cancel(event.rollout, "stale")
+            return future
+
+    async def rollout(model: Model, ctx: Context) -> Result:
+        call = asyncio.create_task(model.chat("x"))
+        try:
+            await asyncio.wait({call})
+        finally:
+            await asyncio.wait({call})
+        return Result(1.0)
+
+    world = World(rollout, gate=Sheds(delay=None))
+    ended = world.run()
+    assert (ended.outcome.ending, ended.outcome.cause) == ("cancelled", "stale")
+    assert ended.ended - ended.started < 1.0
+
+
 async def one_call(model: Model, ctx: Context) -> Result:
     reply = await model.chat("hi")
     return Result(reward=float(reply.text == "ok"))

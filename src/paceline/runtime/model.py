@@ -491,6 +491,8 @@ class ModelCalls:
 
     async def _wait(self, future: asyncio.Future[GrantTurn]) -> None:
         self.where, self.pending = "gate", future
+        if self.stop is not None:
+            future.cancel()  # its own request brought that about: whoever cancelled found no wait to end
         try:
             await future
         except asyncio.CancelledError:

@@ -14,6 +14,8 @@ from gateway_kit import CALL, LOOK, Client, serve, settled
 from paceline.config import GatewaySection, Limits
 from paceline.errors import ConfigError, EngineError
 from paceline.runtime.gateway import Gateway
+from paceline.runtime.gateway.asked import Asked
+from paceline.runtime.gateway.session import Session
 from paceline.testing.tokens import byte_tokenizer
 from paceline.tokens import assistant, user
 
@@ -85,6 +87,31 @@ def test_a_wrong_secret_and_a_rollout_that_is_over_get_401() -> None:
     assert len(kept[0].secret) >= 43
 
 
+def test_a_secret_that_is_no_text_is_a_wrong_one() -> None:
+    calls: Any = None
+    session = Session("a", "secret", calls, GatewaySection(), "policy", "none")
+    assert not session.knows("secret\udcff")  # as aiohttp hands over bytes that are no UTF-8
+    assert session.knows("secret")
+
+
+async def test_closing_that_is_cancelled_leaves_no_call_running() -> None:
+    class Hangs:
+        async def complete(self, *said: Any, **more: Any) -> Any:
+            await asyncio.Event().wait()
+
+        async def hang_up(self) -> None: ...
+
+    calls: Any = Hangs()
+    session = Session("a", "secret", calls, GatewaySection(), "policy", "none")
+    call = session.start(b"", {}, Asked(messages=[user("q")], body={}))
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(session.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.wait({closing})
+    assert call.task.done()
+
+
 def test_a_secret_does_not_outlive_its_session() -> None:
     async def main() -> None:
         gateway = Gateway(GatewaySection(), byte_tokenizer(), "policy")
@@ -120,6 +147,15 @@ def test_a_secret_does_not_outlive_its_session() -> None:
         ("/v1/chat/completions", {"messages": [user("q")], "max_tokens": 0}, 400, "at least 1"),
         ("/v1/completions", {"prompt": [1, -1]}, 400, "token ids from 0"),
         ("/v1/completions", {"prompt": "a", "echo": True}, 400, "echo"),
+        ("/v1/completions", {"prompt": "a", "n": 65}, 400, "at most 64 answers"),
+        ("/v1/completions", {"prompt": "a", "stream_options": "all"}, 400, "stream_options must be"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "assistant", "tool_calls": 1}]},
+            400,
+            "must be a list",
+        ),
+        ("/v1/responses", {"input": "q", "previous_response_id": ["x"]}, 404, "no response ['x']"),
         ("/v1/responses", {"input": [{"type": "computer_call"}]}, 400, "'computer_call'"),
         ("/v1/responses", {"input": "q", "tools": [{"type": "web_search"}]}, 400, "OpenAI's servers"),
         ("/v1/responses", {"input": "q", "previous_response_id": "x"}, 404, "no response 'x'"),
@@ -191,6 +227,41 @@ def test_a_request_whose_client_went_away_is_answered_to_its_repetition() -> Non
         assert said["choices"][0]["message"]["content"] == "one"
 
     assert len(serve(program, ["one", "two"], token_s=0.1).turns) == 1
+
+
+def test_a_retry_that_comes_before_its_first_connection_is_missed_leaves_the_next_question_its_own() -> None:
+    async def program(client: Client) -> None:
+        body = {"messages": [user("q")]}
+        first = asyncio.create_task(client.post("/v1/chat/completions", body))
+        await asyncio.sleep(0.1)
+        retry = asyncio.create_task(
+            client.post("/v1/chat/completions", body, **{"x-stainless-retry-count": "1"})
+        )
+        await asyncio.sleep(0.1)
+        first.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await first
+        _, said, _ = await retry
+        again = await client.chat(user("q"))
+        texts = [one["choices"][0]["message"]["content"] for one in (said, again)]
+        assert texts == ["one", "two"]
+
+    assert len(serve(program, ["one", "two"], token_s=0.2).turns) == 2
+
+
+def test_another_idempotency_key_is_another_question_even_in_a_retry() -> None:
+    async def program(client: Client) -> None:
+        body = {"messages": [user("q")]}
+        said = [
+            (await client.post("/v1/chat/completions", body, **headers))[1]
+            for headers in (
+                {"Idempotency-Key": "a"},
+                {"Idempotency-Key": "b", "x-stainless-retry-count": "1"},
+            )
+        ]
+        assert said[0] != said[1]
+
+    assert len(serve(program, ["one", "two"]).turns) == 2
 
 
 def test_an_idempotency_key_marks_a_repetition() -> None:

@@ -24,6 +24,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     n: int = 1
     stream: bool = False
+    wants_usage: bool = False
+    """Whether a stream is to end with its counts."""
     ignored: tuple[str, ...] = ()
     """What was asked for and is not done: it would change the distribution that is sampled from."""
     body: dict[str, Any]
@@ -88,6 +90,8 @@ def event(data: Any, name: str | None = None) -> bytes:
 
 # ── reading requests ──
 
+_MOST_ANSWERS = 64
+
 _SAMPLING = (
     "temperature",
     "top_p",
@@ -142,6 +146,22 @@ def stop_strings(body: Mapping[str, Any], name: str = "stop") -> tuple[str, ...]
     if not isinstance(listed, list) or not all(isinstance(text, str) for text in listed):
         raise Refused(400, f"{name} must be a text or a list of texts", param=name)
     return tuple(text for text in listed if text)
+
+
+def answers(body: Mapping[str, Any]) -> int:
+    """How many answers are to be drawn to one request."""
+    n = whole_number(body, "n") or 1
+    if n > _MOST_ANSWERS:
+        raise Refused(400, f"n is {n}; at most {_MOST_ANSWERS} answers are drawn to one request", param="n")
+    return n
+
+
+def wants_usage(body: Mapping[str, Any]) -> bool:
+    """Whether a stream is to end with its counts."""
+    options = body.get("stream_options") or {}
+    if not isinstance(options, Mapping):
+        raise Refused(400, "stream_options must be an object", param="stream_options")
+    return bool(options.get("include_usage"))
 
 
 def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:

@@ -120,6 +120,7 @@ class Gateway:
             call = session.find(digest, request.headers)
             if call is None:
                 call = session.start(digest, request.headers, dialect.read(_decoded(raw), session))
+            call.waiting += 1
             if call.asked.stream:
                 stream = _Stream(request, dialect, call, session)
                 response = await stream.run()
@@ -141,8 +142,9 @@ class Gateway:
             written = True
             return _failure(refused(error), dialect)
         finally:
-            if call is not None and not written:
-                call.lost = True
+            if call is not None:
+                call.waiting -= 1
+                call.is_told |= written
 
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
         dialect = DIALECTS["/v1/messages"]

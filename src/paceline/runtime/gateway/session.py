@@ -54,15 +54,22 @@ class Calls(Protocol):
 class Call:
     """One request on its way to an answer, or answered."""
 
-    __slots__ = ("asked", "digest", "key", "lost", "task")
+    __slots__ = ("asked", "digest", "is_told", "key", "task", "waiting")
 
     def __init__(self, digest: bytes, key: str | None, asked: Asked, task: asyncio.Task[Answered]) -> None:
         self.digest = digest
         self.key = key
         self.asked = asked
         self.task = task
-        self.lost = False
+        self.waiting = 0
+        """Requests that wait for the answer."""
+        self.is_told = False
+        """Whether the answer has been written to one of them."""
+
+    @property
+    def is_lost(self) -> bool:
         """Whether whoever asked was gone before the answer was written."""
+        return not self.is_told and not self.waiting
 
 
 class Session:
@@ -86,7 +93,8 @@ class Session:
 
     def knows(self, secret: str) -> bool:
         """In the same time for every secret."""
-        return hmac.compare_digest(self._secret, secret.encode())
+        # Bytes of a header that are no UTF-8 come as surrogates.
+        return hmac.compare_digest(self._secret, secret.encode("utf-8", "surrogateescape"))
 
     # ── a request ──
 
@@ -96,9 +104,11 @@ class Session:
         retries = headers.get("x-stainless-retry-count", "0") != "0"
         for call in reversed(self._answers):
             if call.digest == digest:
-                same = key is not None and key == call.key
-                if (retries or same or call.lost) and not _failed(call):
-                    call.lost = False
+                if key is not None and call.key is not None:
+                    is_repeated = key == call.key
+                else:
+                    is_repeated = retries or call.is_lost
+                if is_repeated and not _failed(call):
                     return call
         return None
 
@@ -178,12 +188,15 @@ class Session:
         running = [call.task for call in self._answers if not call.task.done()]
         if not running:
             return
-        await self.calls.hang_up()
-        _, left = await asyncio.wait(running, timeout=_CLOSE_S)
-        for task in left:
-            task.cancel()
-        if left:
-            await asyncio.wait(left, timeout=_CLOSE_S)
+        try:
+            await self.calls.hang_up()
+            await asyncio.wait(running, timeout=_CLOSE_S)
+        finally:  # cancelled while it waits, too: nobody is left who would hear the answers
+            left = [task for task in running if not task.done()]
+            for task in left:
+                task.cancel()
+            if left:
+                await asyncio.wait(left, timeout=_CLOSE_S)
 
 
 def format_of(config: GatewaySection, tokenizer: ChatTokenizer) -> str:

@@ -8,6 +8,7 @@ from paceline.runtime.gateway.asked import (
     Answered,
     Asked,
     Said,
+    answers,
     call_message,
     event,
     function_tool,
@@ -16,11 +17,10 @@ from paceline.runtime.gateway.asked import (
     stop_strings,
     text_of,
     wants_no_tools,
+    wants_usage,
     whole_number,
 )
 from paceline.runtime.gateway.failures import Refused
-
-_MOST_ANSWERS = 64
 
 
 class Chat:
@@ -30,19 +30,15 @@ class Chat:
         listed = body.get("messages")
         if not isinstance(listed, list) or not listed:
             raise Refused(400, "messages must be a list of at least one message", param="messages")
-        n = whole_number(body, "n") or 1
-        if n > _MOST_ANSWERS:
-            raise Refused(
-                400, f"n is {n}; at most {_MOST_ANSWERS} answers are drawn to one request", param="n"
-            )
         tools = None if wants_no_tools(body) else _tools(body.get("tools"))
         return Asked(
             messages=name_tools([_message(message, number) for number, message in enumerate(listed)]),
             tools=tools,
             max_tokens=whole_number(body, "max_completion_tokens", "max_tokens"),
             stop=stop_strings(body),
-            n=n,
+            n=answers(body),
             stream=bool(body.get("stream")),
+            wants_usage=wants_usage(body),
             ignored=ignored(body),
             body=body,
         )
@@ -72,8 +68,7 @@ class Chat:
             "created": answered.created,
             "model": answered.model,
         }
-        options = asked.body.get("stream_options") or {}
-        counts = {"usage": None} if options.get("include_usage") else {}
+        counts = {"usage": None} if asked.wants_usage else {}
         chunks: list[bytes] = []
 
         def chunk(
@@ -156,12 +151,15 @@ def _message(message: Any, number: int) -> dict[str, Any]:
         "content": text_of(message.get("content"), f"{where}.content", kinds),
     }
     if role == "tool" and message.get("tool_call_id"):
-        read["tool_call_id"] = message["tool_call_id"]
+        read["tool_call_id"] = str(message["tool_call_id"])
     if role == "assistant":
         thought = message.get("reasoning_content") or message.get("reasoning")
         if isinstance(thought, str) and thought:
             read["reasoning_content"] = thought
-        calls = [_call(call, f"{where}.tool_calls") for call in message.get("tool_calls") or ()]
+        listed = message.get("tool_calls") or []
+        if not isinstance(listed, list):
+            raise Refused(400, f"{where}.tool_calls must be a list", param=where)
+        calls = [_call(call, f"{where}.tool_calls") for call in listed]
         if calls:
             read["tool_calls"] = calls
     return read

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.runtime.gateway.asked import Answered, Asked, Said, event, ignored, stop_strings, whole_number
+from paceline.runtime.gateway.asked import (
+    Answered,
+    Asked,
+    Said,
+    answers,
+    event,
+    ignored,
+    stop_strings,
+    wants_usage,
+    whole_number,
+)
 from paceline.runtime.gateway.dialects.chat import usage
 from paceline.runtime.gateway.failures import Refused
 
@@ -17,7 +27,7 @@ class Completions:
             if body.get(name):
                 raise Refused(400, f"{name} is not served: the policy only goes on from a prompt", param=name)
         best = whole_number(body, "best_of")
-        n = whole_number(body, "n") or 1
+        n = answers(body)
         if best is not None and best != n:
             raise Refused(400, f"best_of is {best} and n {n}: every answer drawn is given", param="best_of")
         return Asked(
@@ -26,6 +36,7 @@ class Completions:
             stop=stop_strings(body),
             n=n,
             stream=bool(body.get("stream")),
+            wants_usage=wants_usage(body),
             ignored=ignored(body),
             body=body,
         )
@@ -54,7 +65,7 @@ class Completions:
                 choice = {"index": number, "text": text, "finish_reason": finish, "logprobs": logprobs}
                 chunks.append(event({**head, "choices": [choice]}))
                 logprobs = None
-        if (asked.body.get("stream_options") or {}).get("include_usage"):
+        if asked.wants_usage:
             chunks.append(event({**head, "choices": [], "usage": usage(answered.said)}))
         return [*chunks, b"data: [DONE]\n\n"]
 

@@ -31,7 +31,7 @@ class Responses:
         messages: list[dict[str, Any]] = []
         before = body.get("previous_response_id")
         if before is not None:
-            history = session.history.get(before)
+            history = session.history.get(str(before))
             if history is None:
                 raise Refused(
                     404, f"this rollout has given no response {before!r}", param="previous_response_id"
