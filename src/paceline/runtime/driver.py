@@ -2,11 +2,12 @@
 
     rollout tasks ─┐                       ┌─▶ start / cancel a rollout task, open a turn gate
     engine updates ├─▶ inbox ─▶ core.handle ─▶ journal, folds ─▶ perform ─┼─▶ process a group in a thread
-    watcher, loads ┘     (one callback,                                   ├─▶ pack and ship, in order
-                          slices of 2 ms)                                 └─▶ update an engine, save, wake
+    watcher, loads ┘     (inside `post`, or                               ├─▶ pack and ship, in order
+                          in slices of 2 ms)                              └─▶ update an engine, save, wake
 
-Events are drained by a plain callback, not by a task that is switched to: a completion costs the same at 64 and at
-16,384 in flight. Draining yields every 2 ms, so that a burst of completions cannot keep the loop from its sockets.
+Events are drained inside `Inbox.post` or by a plain callback, not by a task that is switched to: a completion costs the
+same at 64 and at 16,384 in flight. So a command may be carried out in the task that it is about. Draining yields every
+2 ms, so that a burst of completions cannot keep the loop from its sockets.
 """
 
 from __future__ import annotations
