@@ -50,8 +50,9 @@ class Stuck(Words):
 
     async def rollout(self, task: Task, model: Model, ctx: Context) -> Result:
         await model.chat("reverse: ab")
-        await ctx.in_thread(time.sleep, 600)
-        return Result(reward=1.0)
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await ctx.in_thread(time.sleep, 600)
 
 
 class Busy(Words):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -136,7 +137,8 @@ class CommandLine:
             code = self.process.wait(within_s)
         except subprocess.TimeoutExpired:
             for process in (*children, psutil.Process(self.process.pid)):
-                process.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
             raise AssertionError(f"still there after {within_s:g} s:\n{self.said}") from None
         gone(children, within_s=1.0)
         return code

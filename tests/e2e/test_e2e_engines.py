@@ -39,7 +39,7 @@ async def test_an_engine_is_added_and_the_first_taken_out_and_nothing_is_lost(tm
             engine__urls=[urls[0]],
             trainer__start_s=300.0,
             admission__cap=8,
-            run__max_steps=8,
+            run__max_steps=40,
         )
         await asyncio.to_thread(run.when, lambda: trained(run) >= 1, 240.0)
         assert read_list(run.run_dir) == (urls[0],)
@@ -50,7 +50,7 @@ async def test_an_engine_is_added_and_the_first_taken_out_and_nothing_is_lost(tm
         await asyncio.to_thread(run.when, lambda: "vllm-0 leaves" in run.said, 240.0)
         assert await asyncio.to_thread(run.end, 300.0) == 0, run.said
         assert run.summary["tokens_conserved"]
-        assert (run.status.status, run.summary["steps"]) == ("done", 8)
+        assert (run.status.status, run.summary["steps"]) == ("done", 40)
     seen = [record.event for record in records(run.run_dir)]
     left = next(i for i, e in enumerate(seen) if isinstance(e, on.EngineLost) and e.leaves)
     joined = next(i for i, e in enumerate(seen) if isinstance(e, on.EngineJoined) and e.info.id == "vllm-1")

@@ -19,7 +19,6 @@ import functools
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
@@ -31,6 +30,7 @@ from paceline.domain.ids import RolloutId
 from paceline.domain.rollout import Finish, Limit
 from paceline.domain.task import Split, Task
 from paceline.envs.surroundings import InRun, Surroundings
+from paceline.envs.threads import DaemonThreads
 from paceline.errors import EnvError, said_by
 
 ChatMessage: TypeAlias = Mapping[str, Any]
@@ -453,10 +453,10 @@ async def _called(blocking: bool, ctx: Context, function: Callable[..., Any], *a
 
 
 @functools.cache
-def _threads() -> ThreadPoolExecutor:
+def _threads() -> DaemonThreads:
     """For blocking code of environments. Asyncio's own pool has a thread or two more than there are cores: blocking
     tools, which mostly wait, would stand in line for them. Threads are made as they are needed."""
-    return ThreadPoolExecutor(256, thread_name_prefix="paceline-env")
+    return DaemonThreads(256, "paceline-env")
 
 
 def _generator(seed: int, purpose: int) -> np.random.Generator:
