@@ -10,7 +10,7 @@ TORCH ?= torch==2.13.0
 JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: chaos help setup demo demo-tools test test-fast vllm-env vllm-server test-vllm check format bench reproduce docs clean
+.PHONY: chaos chaos-real help setup demo demo-tools test test-fast vllm-env vllm-server test-vllm check format bench reproduce docs clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ format: setup  ## format and mend what can be mended
 
 chaos: setup  ## random faults and kills of the core, in simulated time: make chaos SEEDS=10000
 	$(BIN)/python -m paceline.testing.storm --seeds $(or $(SEEDS),10000) $(ARGS)
+
+chaos-real: setup  ## the demo, with its processes killed at random moments: make chaos-real KILLS=6
+	$(BIN)/python tools/chaos_real.py --kills $(or $(KILLS),50) $(ARGS)
 
 bench: setup  ## all benchmarks, or one: make bench ONLY=wire
 	$(BIN)/python -m bench $(if $(ONLY),--only $(ONLY))

@@ -102,6 +102,7 @@ def start(
     ConfigError when it cannot begin; whatever ends it after that is told, and in the outcome. `may_exit`: see
     `Assembly`.
     """
+    from paceline.cli.changes import changes_since
     from paceline.cli.resume import resumption
     from paceline.cli.rundir import CONFIG_FILE, RunLock, existing_run_dir, mend_status, new_run_dir
     from paceline.config.dump import dump
@@ -122,6 +123,8 @@ def start(
                 _say(note)
             if (finished := _finished(run_dir, config)) is not None:
                 return finished
+            for change in changes_since(run_dir, config):
+                _say(str(change))
             run_id, goes_on, notes = resumption(run_dir, config)
             for note in notes:
                 _say(note)

@@ -42,6 +42,9 @@ from paceline.testing.world import World
 
 _LAST_EVENTS = 20_000
 """What a run may take to finish after its last fault; more is a run that stands still."""
+_SHORT = 100
+"""Runs with fewer events before their last fault are short: what comes behind it is the same in every run."""
+_MOST_STEPS, _MOST_STEPS_OF_SHORT = 60, 12
 
 
 class Record(NamedTuple):
@@ -68,7 +71,9 @@ class Storm:
         self.seed = seed
         self.random = Random(seed)
         self.events = events
-        self.setup = _setup(self.random, seed)
+        setup = _setup(self.random, seed)
+        most = _MOST_STEPS if events >= _SHORT else _MOST_STEPS_OF_SHORT
+        self.setup = msgspec.structs.replace(setup, max_steps=min(setup.max_steps, most))
         self.script = chaos(seed, failures=self.random.choice((0.0, 0.2, 0.4)))
         self.engines = self.random.randint(1, 3)
         self.cap = self.random.randint(2, 10)
@@ -301,7 +306,7 @@ def _setup(random: Random, seed: int) -> CoreSetup:
         batch_tokens=random.randint(60, 200) if by_tokens else None,
         lag=lag,
         max_staleness=lag + random.randint(0, 3),
-        max_steps=random.randint(3, 60),
+        max_steps=random.randint(3, _MOST_STEPS),
         evals=evals,
         seed=seed,
         dead_group_limit=10**9,
