@@ -361,6 +361,9 @@ class Assembly:
             config.run.seed,
             None if goes_on is None else goes_on.step,
             recovered=goes_on is not None and goes_on.rollouts is not None,
+            checkpoint=0 if goes_on is None else goes_on.checkpoint,
+            trained=None if goes_on is None else goes_on.trained,
+            weights="" if goes_on is None else str(self._weights_now()),
         )
         driver.when_failing(self._failing)
         self._driver, self._inbox = driver, inbox

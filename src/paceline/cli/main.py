@@ -28,6 +28,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "calibrate": ("paceline.cli.calibrate", "the engine model's constants, fitted to a recorded run"),
     "report": ("paceline.cli.report", "write the report of a finished or live run"),
     "explain": ("paceline.cli.explain", "why a rollout waited, was parked, dropped or trained"),
+    "rollouts": (
+        "paceline.cli.rollouts",
+        "a table of a run's rollouts, or one of them with its conversation and tokens",
+    ),
+    "replay": ("paceline.cli.replay", "decide a journal's events again, and name the first difference"),
     "export": ("paceline.cli.export", "write a run's spans for a trace viewer"),
     "config": ("paceline.cli.config", "show the resolved config, the reference of options, the JSON schema"),
     "engines": ("paceline.cli.fleet", "which servers a run uses; add one or take one out while it goes on"),

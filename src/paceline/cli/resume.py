@@ -38,6 +38,8 @@ class Resumption(msgspec.Struct, frozen=True):
     """Records of the attempts that the earlier life left under way."""
     owed: tuple[ProcessGroup | ShipBatch, ...] = ()
     """What was commanded then and never answered."""
+    checkpoint: int = 0
+    """Number of the first record that its checkpoint does not hold."""
 
 
 def resumption(run_dir: Path, config: RunConfig) -> tuple[str, Resumption | None, list[str]]:
@@ -59,7 +61,7 @@ def resumption(run_dir: Path, config: RunConfig) -> tuple[str, Resumption | None
         if state is None:
             _drop_trainer_after(run_dir, 0)
             return status.run_id, None, [*notes, "and it has none yet: it starts again at step 1"]
-        goes_on = Resumption(state, step, _trained(run_dir, config, step))
+        goes_on = Resumption(state, step, _trained(run_dir, config, step), checkpoint=state.get("seq", 0))
         lost = max(steps_in(run_dir / "batches"), default=0) - step
         if lost > 0:
             notes.append(f"{lost} later batches, cut after the last checkpoint, are cut again")
@@ -95,6 +97,7 @@ def recovered(run_dir: Path, config: RunConfig, state: dict[str, Any]) -> Resump
         read.rollouts,
         tuple([lost_rollout(rollout, task, read.at) for rollout, task in recovery.under_way]),
         tuple(recovery.owed(read.rollouts, read.extras)),
+        recovery.base,
     )
 
 

@@ -124,6 +124,8 @@ class Recovery:
     def __init__(self, state: Mapping[str, Any], group_sizes: Mapping[EnvName, int] | None = None) -> None:
         """`group_sizes`: for journals that do not say how large a group is."""
         self._sizes = group_sizes or {}
+        self.base: int = state["seq"]
+        """Number of the first record that the checkpoint does not hold."""
         self.seq: int = state["seq"]
         """Number of the first record that was not taken in."""
         self.cut: int = state["cut"]

@@ -26,6 +26,12 @@ class RunOpened(msgspec.Struct, frozen=True, gc=False, tag=True):
     recovered: bool = False
     """All that was recorded before still stands: attempts that the earlier life left under way end by events that
     follow. Else a resumed run knows what its checkpoint held, and nothing later."""
+    checkpoint: int = 0
+    """Where a resumed run's checkpoint stands in the journal: it holds all records before this one. 0: it had none."""
+    trained: int | None = None
+    """The step that a resumed run's trainer goes on from. None for a fresh run, and in journals that did not say."""
+    weights: str = ""
+    """Where the weights of that step are."""
 
 
 class EngineJoined(msgspec.Struct, frozen=True, gc=False, tag=True):

@@ -127,20 +127,24 @@ class World:
         if recovery is None:
             self.post(on.RunOpened("test", setup.seed, start or None))
         else:
-            self._recover(recovery, rollouts)
+            self._recover(recovery, rollouts, start)
         for number in range(engines):
             self.join(f"e{number}", start)
         for step in owed:
             self._train(step)
 
-    def _recover(self, recovery: Recovery, rollouts: Mapping[RolloutId, Rollout]) -> None:
+    def _recover(self, recovery: Recovery, rollouts: Mapping[RolloutId, Rollout], trained: int) -> None:
         under_way = recovery.under_way
         for rollout, task in under_way:
             command = do.StartRollout(rollout, task, 0, 0, "", 0)
             self.running[rollout] = _Running(command, Plan(()))
         for owed in recovery.owed(rollouts, {}):
             getattr(self, f"_do_{type(owed).__name__}")(owed)
-        self.post(on.RunOpened("test", self.setup.seed, recovery.cut, recovered=True))
+        self.post(
+            on.RunOpened(
+                "test", self.setup.seed, recovery.cut, True, recovery.base, trained, f"weights/v{trained}"
+            )
+        )
         for rollout, task in under_way:
             del self.running[rollout]
             lost = lost_rollout(rollout, task, self.now)
