@@ -1,4 +1,4 @@
-"""`paceline export RUN`: a run's spans for a trace viewer, its metrics as a table."""
+"""`paceline export RUN`: a run's spans for a trace viewer, its metrics and its rollouts as tables."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import csv
 from pathlib import Path
 
 from paceline.cli.options import positive
+from paceline.cli.parquet import write_parquet
 from paceline.cli.report import fold
 from paceline.errors import ConfigError, PacelineError
 from paceline.observe.rows import Row
@@ -24,16 +25,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--metrics", type=Path, metavar="FILE", help="every row of metrics as CSV")
     parser.add_argument(
+        "--parquet",
+        type=Path,
+        metavar="DIR",
+        help="rollouts.parquet and turns.parquet, with token arrays, for DuckDB, Polars or pandas",
+    )
+    parser.add_argument(
         "--steps", type=positive, metavar="N", help="only the last N steps in the trace; all when left out"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.trace is None and args.metrics is None:
-        raise ConfigError("nothing to export: give --trace FILE, --metrics FILE, or both")
-    folds = fold(args.run, timeline_steps=args.steps)
+    if args.trace is None and args.metrics is None and args.parquet is None:
+        raise ConfigError("nothing to export: give --trace FILE, --metrics FILE, --parquet DIR, or several")
     try:
-        _write(args, folds)
+        if args.parquet is not None:
+            rollouts, turns = write_parquet(args.run, args.parquet)
+            print(f"{args.parquet}: {rollouts} rollouts, {turns} turns")
+        if args.trace is not None or args.metrics is not None:
+            _write(args, fold(args.run, timeline_steps=args.steps))
     except OSError as error:
         raise PacelineError(f"cannot write {error.filename}: {error.strerror}; name another file") from error
     return 0

@@ -33,7 +33,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "a table of a run's rollouts, or one of them with its conversation and tokens",
     ),
     "replay": ("paceline.cli.replay", "decide a journal's events again, and name the first difference"),
-    "export": ("paceline.cli.export", "write a run's spans for a trace viewer"),
+    "export": (
+        "paceline.cli.export",
+        "write a run's spans for a trace viewer, its metrics and rollouts as tables",
+    ),
     "config": ("paceline.cli.config", "show the resolved config, the reference of options, the JSON schema"),
     "engines": ("paceline.cli.fleet", "which servers a run uses; add one or take one out while it goes on"),
     "engine": ("paceline.cli.engine", "one inference engine, as a process of its own"),
