@@ -306,7 +306,8 @@ class RunEngines:
         process = self._processes.get(self._name(number))
         if process is not None:
             await process.close(term_s=1.0)
-            self._children.remove(process)
+            if process in self._children:  # not when the next one died before it was ready
+                self._children.remove(process)
 
     async def _start_process(
         self, section: EmbeddedEngine, number: int, version: Version, weights: Path
