@@ -242,6 +242,8 @@ class Invariants:
             self._rule(
                 counted[name] <= world.admission.cap(name), "an engine is over its cap", name, counted[name]
             )
+        # Also without a word of the shell: one whose calls fail in a row is taken out by the core itself.
+        self._lost_any = self._lost_any or any(engine.out is not None for engine in core.fleet.engines())
         if not self._lost_any and not world.admission.learns:
             # Parked ones hold no permit, and those of an earlier life no place.
             placed = sum(flight.engine != "" and not flight.parked for flight in core.flights.all())
