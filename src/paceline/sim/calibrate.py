@@ -74,8 +74,12 @@ def calibrate(records: Iterable[tuple[float, Event, Iterable[Command]]]) -> Cali
     even = np.arange(len(took)) % 2 == 0
     found = _non_negative(design[even] / took[even, None], np.ones(int(even.sum())))
     told, real = design[~even] @ found, took[~even]
+    fixed_s, seq_s, token_s, prefill_s = map(float, found)
     return Calibration(
-        *map(float, found),
+        fixed_s,
+        seq_s,
+        token_s,
+        prefill_s,
         requests=len(took),
         error=float(np.mean(np.abs(told / real - 1))),
         total_error=float(told.sum() / real.sum() - 1),

@@ -100,12 +100,13 @@ def _played(env: Environment, said: Sequence[str], start: int, index: int, **mor
 def _sources(env: Environment, make: Callable[[], Environment]) -> list[Finding]:
     found: list[Finding] = []
     prints: dict[Split, str] = {}
-    for split in ("train", "eval"):
+    splits: tuple[Split, ...] = ("train", "eval")
+    for split in splits:
         try:
-            source = env.tasks(split)  # type: ignore[arg-type]
-            size, prints[split] = source.size, source.fingerprint  # type: ignore[index]
+            source = env.tasks(split)
+            size, prints[split] = source.size, source.fingerprint
             first = _plain(source, 0)
-            again = _plain(make().tasks(split), 0)  # type: ignore[arg-type]
+            again = _plain(make().tasks(split), 0)
         except Exception as error:  # anybody's code
             level: Any = "error" if split == "train" else "warning"
             remedy = "return ListTasks([...]) or EndlessTasks(make, fingerprint)"
@@ -124,7 +125,7 @@ def _sources(env: Environment, make: Callable[[], Environment]) -> list[Finding]
                     "make tasks from their index and a seed alone: a resumed run must find the same ones",
                 )
             )
-        if make().tasks(split).fingerprint != prints[split]:  # type: ignore[arg-type,index]
+        if make().tasks(split).fingerprint != prints[split]:
             found.append(
                 Finding(
                     "error",
