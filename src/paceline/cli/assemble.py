@@ -31,12 +31,11 @@ from paceline.config import (
     EmbeddedEngine,
     EnvSection,
     EvalSection,
-    FixedAdmission,
     ReferenceTrainer,
     RunConfig,
     UnbiasedTailScheduling,
 )
-from paceline.core.admission import AdaptiveCap, Admission, Bounds, FixedCap, PredictiveCap
+from paceline.core.admission.choice import admission_of
 from paceline.core.advantages import Algorithm, build, builtin
 from paceline.core.processing import GroupRules
 from paceline.core.scheduler import Core
@@ -107,23 +106,6 @@ def algorithm_of(name: str, args: Mapping[str, Any]) -> Algorithm:
     if ":" not in name:
         return builtin(name, args)
     return build(name, imported(name, f"algorithm {name!r}"), args)
-
-
-def admission_of(config: RunConfig, scores_groups: Mapping[EnvName, bool]) -> Admission:
-    """The controller that the config names. `scores_groups`: environments whose groups are scored whole, and so must
-    fit whole."""
-    section = config.admission
-    if isinstance(section, FixedAdmission):
-        return FixedCap(section.cap)
-    whole = [env.group_size for env in config.env if scores_groups[env.label]]
-    bounds = Bounds(
-        floor=max([section.min_inflight, *whole]),
-        most=section.max_inflight,
-        initial=section.initial_inflight,
-        longest=config.batch.seq_len,
-        group=max(env.group_size for env in config.env),
-    )
-    return AdaptiveCap(bounds) if section.type == "adaptive" else PredictiveCap(bounds, risk=section.risk)
 
 
 def _check_groups(config: RunConfig, scores_groups: Mapping[EnvName, bool]) -> None:

@@ -96,9 +96,9 @@ def config_of(run_dir: Path) -> RunConfig:
 async def core_maker(config: RunConfig) -> Callable[[], Core]:
     """Makes cores as the run made them. Environments are made once, to be asked what the core decides by: the number of
     their tasks, whether they score groups whole. ConfigError for one that cannot be had."""
-    from paceline.cli.assemble import admission_of
     from paceline.cli.environments import environment_of, own_samplers
     from paceline.config import EnvSection, EvalSection
+    from paceline.core.admission.choice import admission_of
     from paceline.core.scheduler import Core
     from paceline.core.scheduling import scheduling_of
     from paceline.core.setup import core_setup

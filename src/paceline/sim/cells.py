@@ -98,7 +98,7 @@ def build(
     config = study.run_config(workload, policy, seed)
     sizes = {("train", env.label): env.tasks for env in workload.env}
     setup = core_setup(config, sizes, {})
-    chosen = admission or admission_of(config, ())
+    chosen = admission or admission_of(config, {})
     speed = study.speed(longest_context(workloads))
     count = policy.engines or study.engines.count
     return Simulation(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 
 from paceline.config import FixedAdmission, RunConfig
 from paceline.core.admission.adaptive import AdaptiveCap
@@ -12,12 +12,13 @@ from paceline.core.admission.predictive import PredictiveCap
 from paceline.domain.ids import EnvName
 
 
-def admission_of(config: RunConfig, scored_whole: Collection[EnvName]) -> Admission:
-    """`scored_whole`: environments whose groups are scored whole, and so must fit whole."""
+def admission_of(config: RunConfig, scores_groups: Mapping[EnvName, bool]) -> Admission:
+    """The controller of `[admission]`. `scores_groups`: whether an environment scores its groups whole, which must then
+    fit whole; one that is not in it does not."""
     section = config.admission
     if isinstance(section, FixedAdmission):
         return FixedCap(section.cap)
-    whole = [env.group_size for env in config.env if env.label in scored_whole]
+    whole = [env.group_size for env in config.env if scores_groups.get(env.label)]
     bounds = Bounds(
         floor=max([section.min_inflight, *whole]),
         most=section.max_inflight,
