@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -91,3 +92,11 @@ def test_s35_two_agents_have_two_baselines() -> None:
 def test_a_discount_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="from 0 to 1"):
         builtin("turn_grpo", {"discount": 2})
+
+
+def test_a_fork_trains_its_own_turn_and_carries_the_others_as_context() -> None:
+    turns = (turn(2, 2, extends=False), turn(2, 2), msgspec.structs.replace(turn(2, 2), after=0))
+    forked = msgspec.structs.replace(rollout(0, 1.0, 2.0, 3.0), turns=turns)
+    built = build_samples(forked, seq_len=100, overlong="cut")
+    found = turns_of_tokens(forked, built.samples)
+    assert [t.tolist() for t in found] == [[-1, -1, 0, 0, -1, -1, 1, 1], [-1, -1, -1, -1, -1, -1, 2, 2]]

@@ -99,27 +99,25 @@ def build_samples(rollout: Rollout, *, seq_len: int, overlong: Literal["cut", "d
 
 def turns_of_tokens(rollout: Rollout, samples: Sequence[Sample]) -> tuple[NDArray[np.int32], ...]:
     """For each sample that `build_samples` made of `rollout`, int32[T]: which turn sampled the token, -1 for none."""
-    chains = chains_of(rollout, samples)
-    return tuple(
-        [
-            _marks(rollout.turns, chain, context)[: sample.tokens]
-            for sample, (chain, context) in zip(samples, chains, strict=True)
-        ]
-    )
+    return tuple([marks for _, _, marks in _found(rollout, samples)])
 
 
 def chains_of(rollout: Rollout, samples: Sequence[Sample]) -> list[tuple[list[int], int]]:
     """For each sample that `build_samples` made of `rollout`: its turns in order, and how many of them are context
     that trains in an earlier sample."""
-    chains = _chains(rollout.turns)
+    return [(chain, context) for chain, context, _ in _found(rollout, samples)]
+
+
+def _found(rollout: Rollout, samples: Sequence[Sample]) -> list[tuple[list[int], int, NDArray[np.int32]]]:
+    """For each sample its chain, how much of that is context, and which turn sampled each of its tokens."""
     # A sample that was cut is the beginning of its whole; one that trains nothing has vanished.
-    found: list[tuple[list[int], int]] = []
-    left = iter(chains)
+    found: list[tuple[list[int], int, NDArray[np.int32]]] = []
+    left = iter(_chains(rollout.turns))
     for sample in samples:
         for chain, context in left:
-            whole = _marks(rollout.turns, chain, context)
-            if len(whole) >= sample.tokens and np.array_equal(whole[: sample.tokens] >= 0, sample.trainable):
-                found.append((chain, context))
+            marks = _marks(rollout.turns, chain, context)[: sample.tokens]
+            if len(marks) == sample.tokens and np.array_equal(marks >= 0, sample.trainable):
+                found.append((chain, context, marks))
                 break
         else:
             raise InvariantError(f"a sample of {sample.rollout} is not made of the turns of {rollout.id}")
@@ -189,7 +187,7 @@ def _flat(rollout: Rollout, turns: Sequence[Turn], chain: Sequence[int], context
         token_ids=token_ids,
         trainable=trainable,
         logprobs=logprobs,
-        versions=turns[trains[0]].versions if len(trains) == 1 else _join([turns[n] for n in trains]),
+        versions=turns[trains[0]].versions if len(trains) == 1 else join_runs([turns[n] for n in trains]),
         rollout=rollout.id,
         env=rollout.task.env,
         task_index=rollout.task.index,
@@ -215,13 +213,14 @@ def cut_sample(sample: Sample, seq_len: int) -> Sample:
         token_ids=token_ids,
         trainable=trainable,
         logprobs=logprobs,
-        versions=_first(sample.versions, sample.trainable_tokens - cut_tokens),
+        versions=first_runs(sample.versions, sample.trainable_tokens - cut_tokens),
         ending="truncated",
         cut_tokens=cut_tokens,
     )
 
 
-def _join(turns: Sequence[Turn]) -> VersionRuns:
+def join_runs(turns: Sequence[Turn]) -> VersionRuns:
+    """The versions of all sampled tokens of turns that follow each other."""
     runs: list[tuple[int, int]] = []
     for turn in turns:
         for version, count in turn.versions:
@@ -232,7 +231,8 @@ def _join(turns: Sequence[Turn]) -> VersionRuns:
     return tuple(runs)
 
 
-def _first(runs: VersionRuns, tokens: int) -> VersionRuns:
+def first_runs(runs: VersionRuns, tokens: int) -> VersionRuns:
+    """The versions of the first `tokens` tokens."""
     kept: list[tuple[int, int]] = []
     for version, count in runs:
         if tokens <= 0:
@@ -268,7 +268,7 @@ def _sound(number: int, turn: Turn) -> Turn:
             f"turn {number + 1} has {len(sampled)} sampled ids, but its version runs add up to {stamped}",
         )
     if len(versions) > 1 or not stamped:
-        clean = _join([turn]) if all(n for _, n in versions) else tuple(run for run in versions if run[1])
+        clean = join_runs([turn]) if all(n for _, n in versions) else tuple(run for run in versions if run[1])
         if clean != versions:
             turn = msgspec.structs.replace(turn, versions=clean)
     return turn

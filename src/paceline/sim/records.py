@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.samples import Built, RecordRefused
+from paceline.core.samples import Built, RecordRefused, first_runs, join_runs
 from paceline.domain.rollout import Rollout, Turn, VersionRuns
 from paceline.domain.sample import Sample
 
@@ -97,7 +97,7 @@ def blank_samples(rollout: Rollout, *, seq_len: int, overlong: Literal["cut", "d
                 kept = [(start, min(end, seq_len)) for start, end in spans if start < seq_len]
                 lost = sum([n for _, n in versions]) - sum([end - start for start, end in kept])
                 length, spans = seq_len, kept
-                versions = _first(versions, sum([end - start for start, end in kept]))
+                versions = first_runs(versions, sum([end - start for start, end in kept]))
                 cut_tokens += lost
             if versions:
                 samples.append(
@@ -136,25 +136,9 @@ def _measured(turns: Sequence[Turn]) -> tuple[int, list[tuple[int, int]], Versio
         return end, [(start, end)], turn.versions
     at = 0
     spans: list[tuple[int, int]] = []
-    runs: list[tuple[int, int]] = []
     for turn in turns:
         start = at + len(turn.prompt_ids)
         at = start + len(turn.sampled_ids)
         if at > start:
             spans.append((start, at))
-        for version, count in turn.versions:
-            if runs and runs[-1][0] == version:
-                runs[-1] = (version, runs[-1][1] + count)
-            else:
-                runs.append((version, count))
-    return at, spans, tuple(runs)
-
-
-def _first(runs: VersionRuns, tokens: int) -> VersionRuns:
-    kept: list[tuple[int, int]] = []
-    for version, count in runs:
-        if tokens <= 0:
-            break
-        kept.append((version, min(count, tokens)))
-        tokens -= count
-    return tuple(kept)
+    return at, spans, join_runs(turns)
