@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, Self, TypeVar
+
+import msgspec
 
 from paceline.domain.commands import PutOff
 from paceline.domain.group import ClosedGroup
-from paceline.domain.ids import EngineId, GroupId, RolloutId
+from paceline.domain.ids import EngineId, GroupId, RolloutId, parse_rollout_id
 from paceline.domain.rollout import Rollout
 from paceline.domain.task import TaskRef
 from paceline.errors import InvariantError
 
+M = TypeVar("M")
 
-class OpenGroup:
-    """A group with members that have not ended."""
+
+class GroupState(Generic[M]):
+    """What is known of a group that has no verdicts yet. `M` is what it keeps of a member's attempt: its record in the
+    core, its id where a journal is folded."""
 
     __slots__ = (
         "arrived",
         "closed_unlaunched",
-        "engine",
         "fallback",
         "id",
         "launched",
@@ -44,13 +49,11 @@ class OpenGroup:
         self.seed = seed
         self.since = since
         """Number of the journal record that opened it: none of its rollouts ended before."""
-        self.engine: EngineId | None = None
-        """Where its first member went; the others prefer it."""
         self.launched = 0
         """Members started at least once, in order of their number."""
-        self.retries: deque[Rollout] = deque()
+        self.retries: deque[M] = deque()
         """Attempts that failed and wait for a permit to be tried again."""
-        self.arrived: list[Rollout] = []
+        self.arrived: list[M] = []
         """Last attempts that have ended."""
         self.closed_unlaunched = 0
         """Members that will never be started."""
@@ -70,6 +73,57 @@ class OpenGroup:
         """Places in batches to come that it holds (`Pacing`)."""
         self.tokens: dict[RolloutId, int] = {}
         """Sampled tokens of each attempt in `arrived`, as the engine requests reported them."""
+
+    def plain(self, id_of: Callable[[M], RolloutId]) -> dict[str, Any]:
+        """For a checkpoint; `restore` reads it."""
+        return {
+            "id": self.id,
+            "task": [*msgspec.structs.astuple(self.task)],
+            "size": self.size,
+            "seed": self.seed,
+            "since": self.since,
+            "launched": self.launched,
+            "unlaunched": self.closed_unlaunched,
+            "retries": [str(id_of(each)) for each in self.retries],
+            "arrived": [str(id_of(each)) for each in self.arrived],
+            "tokens": {str(rollout): tokens for rollout, tokens in self.tokens.items()},
+            "needs": self.needs,
+            "places": self.places,
+            "left": self.left,
+            "step": self.step,
+            "put_off": None if self.put_off is None else msgspec.to_builtins(self.put_off),
+            "references": list(self.references),
+            "fallback": self.fallback,
+        }
+
+    @classmethod
+    def restore(cls, plain: Mapping[str, Any], member: Callable[[RolloutId], M]) -> Self:
+        """The inverse of `plain`; `member` is the inverse of its `id_of`."""
+        group = cls(plain["id"], TaskRef(*plain["task"]), plain["size"], plain["seed"], plain["since"])
+        group.launched = plain["launched"]
+        group.closed_unlaunched = plain["unlaunched"]
+        group.retries.extend(member(parse_rollout_id(name)) for name in plain["retries"])
+        group.arrived = [member(parse_rollout_id(name)) for name in plain["arrived"]]
+        group.tokens = {parse_rollout_id(name): tokens for name, tokens in plain["tokens"].items()}
+        group.needs, group.places = plain["needs"], plain["places"]
+        group.left, group.step = plain["left"], plain["step"]
+        if plain["put_off"] is not None:
+            group.put_off = msgspec.convert(plain["put_off"], PutOff)
+            group.references = group.put_off.references
+        group.references = tuple(plain.get("references", group.references))
+        group.fallback = plain.get("fallback")
+        return group
+
+
+class OpenGroup(GroupState[Rollout]):
+    """A group with members that have not ended."""
+
+    __slots__ = ("engine",)
+
+    def __init__(self, group: GroupId, task: TaskRef, size: int, seed: int, since: int = 0) -> None:
+        super().__init__(group, task, size, seed, since)
+        self.engine: EngineId | None = None
+        """Where its first member went; the others prefer it."""
 
     @property
     def owes_launches(self) -> bool:

@@ -13,12 +13,13 @@ Arrays are not in the log: samples are built again from the rollouts, and compar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
 from paceline.core.accounting import Account, StreamAccount
 from paceline.core.batching import masked, oldest_masked
+from paceline.core.groups import GroupState
 from paceline.core.pacing import Pacing
 from paceline.core.plain import from_plain, to_plain
 from paceline.core.rebuild import Extras, rebuild
@@ -56,50 +57,12 @@ EMPTY: dict[str, Any] = {
 """The state before the first record."""
 
 
+_Group: TypeAlias = GroupState[RolloutId]
+"""A group that is open, or closed and being processed."""
+
+
 class CannotFold(PacelineError):
     """The journal does not say enough to go on from it; a checkpoint alone may do."""
-
-
-class _Group:
-    """A group that is open, or closed and being processed."""
-
-    __slots__ = (
-        "arrived",
-        "fallback",
-        "id",
-        "launched",
-        "left",
-        "needs",
-        "places",
-        "put_off",
-        "references",
-        "retries",
-        "seed",
-        "since",
-        "size",
-        "step",
-        "task",
-        "tokens",
-        "unlaunched",
-    )
-
-    def __init__(self, group: GroupId, task: TaskRef, size: int, seed: int, since: int) -> None:
-        self.id = group
-        self.task = task
-        self.size = size
-        self.seed = seed
-        self.since = since
-        self.launched = 0
-        self.unlaunched = 0
-        self.left = 0
-        self.needs = self.places = size
-        self.step = 0
-        self.put_off: dict[str, Any] | None = None
-        self.references: tuple[float, ...] = ()
-        self.fallback: float | None = None
-        self.retries: list[RolloutId] = []
-        self.arrived: list[RolloutId] = []
-        self.tokens: dict[RolloutId, int] = {}
 
 
 class _Entry:
@@ -136,8 +99,8 @@ class Recovery:
             env: {**saved, "redraw": [tuple(task) for task in saved["redraw"]]}
             for env, saved in state["curriculum"]["envs"].items()
         }
-        self._groups = {g["id"]: _group(g) for g in state["groups"]}
-        self._processing = {g["id"]: _group(g) for g in state["processing"]}
+        self._groups = {g["id"]: _Group.restore(g, _same) for g in state["groups"]}
+        self._processing = {g["id"]: _Group.restore(g, _same) for g in state["processing"]}
         self._flights: dict[RolloutId, tuple[TaskRef, list[int]]] = {
             parse_rollout_id(name): (TaskRef(*task), [sampled]) for name, task, sampled in state["flights"]
         }
@@ -155,7 +118,7 @@ class Recovery:
         self._account.restore(state["account"])
         self._admission: dict[str, Any] = dict(state["admission"])
         self._scheduling: dict[str, Any] = dict(state["scheduling"])
-        self._kept: dict[int, dict[str, Any]] = {each["number"]: each for each in state["kept"]}
+        self._kept = {each["number"]: msgspec.convert(each, do.PutOff) for each in state["kept"]}
         self._put_offs: int = state["put_offs"]
         self._moved: dict[tuple[GroupId, int], GroupId] = {
             (group, member): rest for group, member, rest in state["moved"]
@@ -217,7 +180,7 @@ class Recovery:
             group.step = self.cut + 1
             if command.put_off:
                 group.put_off = self._kept.pop(command.put_off)
-                group.references = tuple(group.put_off["references"])
+                group.references = group.put_off.references
             else:
                 self._draw(task)
         if not rollout.attempt:
@@ -276,8 +239,8 @@ class Recovery:
             group.tokens[rollout] = 0
             self._account_of(group.task).move("failed", "grouped", 0)
         group.retries.clear()
-        group.unlaunched = group.size - len(group.arrived) - group.left
-        group.places -= min(group.unlaunched, group.places)
+        group.closed_unlaunched = group.size - len(group.arrived) - group.left
+        group.places -= min(group.closed_unlaunched, group.places)
         for rollout in group.arrived:
             self._moved.pop((rollout.group, rollout.member), None)
         self._processing[group.id] = group
@@ -298,7 +261,9 @@ class Recovery:
                 self._list[verdict.rollout] = _Entry(
                     group.task.env, verdict.samples, group.since, whole=False
                 )
-        if not listed and (group.unlaunched or any(_was_stopped(verdict) for verdict in result.verdicts)):
+        if not listed and (
+            group.closed_unlaunched or any(_was_stopped(verdict) for verdict in result.verdicts)
+        ):
             self._envs[group.task.env]["redraw"].append((group.task.index, group.task.epoch))
 
     def _ship(self, command: do.ShipBatch) -> None:
@@ -336,7 +301,7 @@ class Recovery:
         self._account.of("train", entry.env).move("queued", "discarded", command.tokens)
 
     def _put_off(self, command: do.PutOff) -> None:
-        self._kept[command.number] = msgspec.to_builtins(command)
+        self._kept[command.number] = command
         self._put_offs = command.number
 
     def _split(self, command: do.SplitGroup) -> None:
@@ -413,8 +378,8 @@ class Recovery:
             "cut": self.cut,
             "next_group": self._next_group,
             "curriculum": {**self._curriculum, "draws": self._draws, "envs": self._envs},
-            "groups": [_plain(group) for group in self._groups.values()],
-            "processing": [_plain(group) for group in self._processing.values()],
+            "groups": [group.plain(_same) for group in self._groups.values()],
+            "processing": [group.plain(_same) for group in self._processing.values()],
             "flights": [
                 [str(rollout), [*msgspec.structs.astuple(task)], sampled]
                 for rollout, (task, (sampled,)) in self._flights.items()
@@ -434,7 +399,7 @@ class Recovery:
             "account": self._account.snapshot(),
             "admission": self._admission,
             "scheduling": self._scheduling,
-            "kept": list(self._kept.values()),
+            "kept": [msgspec.to_builtins(each) for each in self._kept.values()],
             "put_offs": self._put_offs,
             "moved": [[group, member, rest] for (group, member), rest in self._moved.items()],
         }
@@ -472,35 +437,6 @@ def _was_stopped(verdict: Verdict) -> bool:
     return verdict.fate == "cancelled" and verdict.reason.startswith(("shutdown", "surplus"))
 
 
-def _group(plain: Mapping[str, Any]) -> _Group:
-    group = _Group(plain["id"], TaskRef(*plain["task"]), plain["size"], plain["seed"], plain["since"])
-    group.launched, group.unlaunched = plain["launched"], plain["unlaunched"]
-    group.left, group.needs, group.places = plain["left"], plain["needs"], plain["places"]
-    group.step, group.put_off = plain["step"], plain["put_off"]
-    group.references, group.fallback = tuple(plain.get("references", ())), plain.get("fallback")
-    group.retries = [parse_rollout_id(name) for name in plain["retries"]]
-    group.arrived = [parse_rollout_id(name) for name in plain["arrived"]]
-    group.tokens = {parse_rollout_id(name): tokens for name, tokens in plain["tokens"].items()}
-    return group
-
-
-def _plain(group: _Group) -> dict[str, Any]:
-    return {
-        "id": group.id,
-        "task": [*msgspec.structs.astuple(group.task)],
-        "size": group.size,
-        "seed": group.seed,
-        "since": group.since,
-        "launched": group.launched,
-        "unlaunched": group.unlaunched,
-        "retries": [str(rollout) for rollout in group.retries],
-        "arrived": [str(rollout) for rollout in group.arrived],
-        "tokens": {str(rollout): tokens for rollout, tokens in group.tokens.items()},
-        "needs": group.needs,
-        "places": group.places,
-        "left": group.left,
-        "step": group.step,
-        "put_off": group.put_off,
-        "references": list(group.references),
-        "fallback": group.fallback,
-    }
+def _same(rollout: RolloutId) -> RolloutId:
+    """A fold keeps ids where the core keeps records."""
+    return rollout

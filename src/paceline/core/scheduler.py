@@ -606,8 +606,8 @@ class Core:
             "cut": self.cut,
             "next_group": self.launcher.next_group,
             "curriculum": self.curriculum.snapshot(self._cut_short),
-            "groups": [_plain_group(g) for g in self.groups.groups() if g.task.split == "train"],
-            "processing": [_plain_group(g) for g in self._processing.values()],
+            "groups": [g.plain(_id_of) for g in self.groups.groups() if g.task.split == "train"],
+            "processing": [g.plain(_id_of) for g in self._processing.values()],
             "flights": [[str(f.id), _plain_task(f.task), f.sampled] for f in self.flights.all()],
             "shipping": [],
             "list": self.list.snapshot(),
@@ -662,11 +662,11 @@ class Core:
         self.groups.restore_moved(state.get("moved", ()))
         for each in state["groups"]:
             if each["task"][0] in self._specs:
-                self.launcher.adopt(self.groups.take(_group_of(each, rollouts)))
+                self.launcher.adopt(self.groups.take(OpenGroup.restore(each, rollouts.__getitem__)))
             else:
                 self._drop(each)
         for each in state["processing"]:
-            group = _group_of(each, rollouts)
+            group = OpenGroup.restore(each, rollouts.__getitem__)
             self.pacing.taken += group.places
             self._processing[group.id] = group
         for name, task, sampled in state["flights"]:
@@ -687,40 +687,5 @@ def _plain_task(task: TaskRef) -> list[Any]:
     return [task.env, task.split, task.index, task.epoch]
 
 
-def _plain_group(group: OpenGroup) -> dict[str, Any]:
-    return {
-        "id": group.id,
-        "task": _plain_task(group.task),
-        "size": group.size,
-        "seed": group.seed,
-        "since": group.since,
-        "launched": group.launched,
-        "unlaunched": group.closed_unlaunched,
-        "retries": [str(r.id) for r in group.retries],
-        "arrived": [str(r.id) for r in group.arrived],
-        "tokens": {str(rollout): tokens for rollout, tokens in group.tokens.items()},
-        "needs": group.needs,
-        "places": group.places,
-        "left": group.left,
-        "step": group.step,
-        "put_off": None if group.put_off is None else msgspec.to_builtins(group.put_off),
-        "references": list(group.references),
-        "fallback": group.fallback,
-    }
-
-
-def _group_of(plain: dict[str, Any], rollouts: Mapping[RolloutId, Rollout]) -> OpenGroup:
-    group = OpenGroup(plain["id"], TaskRef(*plain["task"]), plain["size"], plain["seed"], plain["since"])
-    group.launched = plain["launched"]
-    group.closed_unlaunched = plain["unlaunched"]
-    group.retries.extend(rollouts[parse_rollout_id(name)] for name in plain["retries"])
-    group.arrived = [rollouts[parse_rollout_id(name)] for name in plain["arrived"]]
-    group.tokens = {parse_rollout_id(name): tokens for name, tokens in plain["tokens"].items()}
-    group.needs, group.places = plain["needs"], plain["places"]
-    group.left, group.step = plain["left"], plain["step"]
-    if plain["put_off"] is not None:
-        group.put_off = msgspec.convert(plain["put_off"], do.PutOff)
-        group.references = group.put_off.references
-    group.references = tuple(plain.get("references", group.references))
-    group.fallback = plain.get("fallback")
-    return group
+def _id_of(rollout: Rollout) -> RolloutId:
+    return rollout.id
