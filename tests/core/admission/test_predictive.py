@@ -11,6 +11,7 @@ from paceline.core.admission import Bounds, FixedCap, PredictiveCap
 from paceline.core.admission.forecast import Forecast, Survival
 from paceline.core.admission.learning import EnvStats, Profile, Speed, SpeedFit
 from paceline.core.admission.network import solve
+from paceline.domain.ids import GroupId, RolloutId
 from paceline.domain.load import EngineInfo
 from paceline.testing.closed_loop import ClosedLoop, swe_small
 from paceline.testing.engine_model import EngineModel, EngineSpeed
@@ -46,9 +47,33 @@ def test_rollouts_in_flight_do_not_bias_the_number_of_turns() -> None:
             env.sampled(50, whole=True)
         if turns == 10:
             env.finished(10, 100, 1000, 10.0, 0.0)
-    seen = env.profile(longest=4000.0)
+    seen = env.profile(longest=4000.0, now=0.0)
     assert seen.turns == pytest.approx(10, rel=0.12)
     assert seen.context == pytest.approx(550, rel=0.15)
+
+
+@pytest.mark.parametrize(("elapsed_s", "left_out"), [(6.0, 0.6), (12.0, 0.85)])
+def test_tool_waits_under_way_count_as_long_as_they_have_lasted(elapsed_s: float, left_out: float) -> None:
+    # Tools that take 10 s on the mean, asked at moments spread over the first seconds of a run.
+    env, random = EnvStats(), np.random.default_rng(3)
+    for number in range(900):
+        began, lasts = random.uniform(0.0, elapsed_s), random.exponential(10.0)
+        env.asked(0, 100, 0, 0.0)
+        if began + lasts < elapsed_s:
+            env.asked(1, 200, 50, lasts)
+        else:
+            env.waiting[RolloutId(GroupId(number), 0)] = began
+    seen = env.profile(longest=4000.0, now=elapsed_s)
+    begun = env.waiting
+    env.waiting = {}
+    ended = env.profile(longest=4000.0, now=elapsed_s)
+    assert ended.waits.mean() < left_out * seen.waits.mean()
+    # The chance to have come back within a time that has been seen is right: 1 - exp(-t / 10).
+    for seconds in (1.0, 2.0, 4.0):
+        share = np.searchsorted(seen.waits, seconds) / len(seen.waits)
+        assert share == pytest.approx(1.0 - np.exp(-seconds / 10.0), abs=0.05)
+    assert seen.outside_s > ended.outside_s
+    assert len(begun) > 100
 
 
 def test_before_anybody_has_ended_rollouts_are_expected_to_go_on_to_the_longest_context() -> None:
@@ -57,7 +82,7 @@ def test_before_anybody_has_ended_rollouts_are_expected_to_go_on_to_the_longest_
         for _ in range(10):
             env.asked(turn, 1000 * (turn + 1), 500, 1.0)
             env.sampled(500, whole=True)
-    seen = env.profile(longest=32_000.0)
+    seen = env.profile(longest=32_000.0, now=0.0)
     assert 8_000 < seen.context < 18_000
 
 

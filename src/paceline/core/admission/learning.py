@@ -8,6 +8,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.domain.ids import RolloutId
+
 Array: TypeAlias = NDArray[np.float64]
 
 WAITS: Final = 1024
@@ -72,6 +74,7 @@ class EnvStats:
         "durations",
         "ended",
         "seen",
+        "waiting",
     )
 
     def __init__(self) -> None:
@@ -83,6 +86,8 @@ class EnvStats:
         self._context_sq = np.zeros(64)
         self._waits: list[float] = []
         self._waits_at = 0
+        self.waiting: dict[RolloutId, float] = {}
+        """When the rollouts whose next turn has not been asked for came back from their last call."""
         self._outside = 0.0
         self._turns = 0.0
         self._sampled = 0.0
@@ -182,9 +187,10 @@ class EnvStats:
         """Context of a first turn."""
         return float(self._context[0] / max(1e-9, self._reached[0]))
 
-    def profile(self, longest: float) -> Profile:
+    def profile(self, longest: float, now: float) -> Profile:
         """The posterior means. `longest`: tokens of the longest context, at which a rollout ends at the latest."""
         reached = self._reached
+        waits, slower_s = self._waits_by(now)
         known = int(np.count_nonzero(reached > 0.5)) or 1
         context = self._context[:known] / np.maximum(reached[:known], 1e-9)
         variance = np.maximum(self._context_sq[:known] / np.maximum(reached[:known], 1e-9) - context**2, 0.0)
@@ -218,9 +224,32 @@ class EnvStats:
             sampled=max(1.0, sampled),
             sampled_sq=self._sampled_sq / max(1.0, self._turns),
             observed=max(0.0, growth - sampled),
-            outside_s=self._outside / max(1.0, float(reached.sum())),
-            waits=np.sort(np.array(self._waits or [0.0])),
+            outside_s=(self._outside + slower_s * float(reached[1:].sum())) / max(1.0, float(reached.sum())),
+            waits=waits,
         )
+
+    def _waits_by(self, now: float) -> tuple[Array, float]:
+        """Sorted tool waits as likely as each other, and by how much their mean lies above that of those that ended.
+
+        Early in a run the slow tools are those that have not answered yet. Kaplan and Meier: the weight of a wait under
+        way goes to those that lasted longer; where none did, it will last as long again as it has. Once the waits that
+        are kept are full, those under way are few beside them, and as many were under way when the first of them ended.
+        """
+        ended = np.sort(np.array(self._waits or [0.0]))
+        if not self.waiting or not self._waits or len(self._waits) == WAITS:
+            return ended, 0.0
+        ages = np.maximum(0.0, now - np.array(list(self.waiting.values())))
+        times = np.concatenate([ended, np.where(ages >= ended[-1], 2.0 * ages, ages)])
+        over = np.concatenate([np.ones(len(ended), bool), ages >= ended[-1]])
+        # Of two at the same time, the one that ended comes first.
+        order = np.lexsort((~over, times))
+        times, over = times[order], over[order]
+        at_risk = np.arange(len(times), 0, -1)
+        left = np.cumprod(1.0 - over / at_risk)
+        times, left = times[over], left[over]
+        ranks = (np.arange(len(times)) + 0.5) / len(times)
+        waits: Array = times[np.searchsorted(1.0 - left, ranks - 1e-12).clip(max=len(times) - 1)]
+        return waits, max(0.0, float(waits.mean() - ended.mean()))
 
     def _hazard(self, count: int, growth: float, longest: float) -> Array:
         """P(a rollout ends after its turn j), j from 0: ended over ended and gone on, drawn to the mean over all turns

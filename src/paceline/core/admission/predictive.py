@@ -35,6 +35,9 @@ USABLE: Final = 0.97
 GUIDE: Final = 0.03
 """Gain of the hit rate's feedback, a reading; with about 30 readings to take full effect it does not oscillate."""
 GUIDE_BOUNDS: Final = (0.8, 1.6)
+FORGET: Final = 0.007
+"""Of the feedback, a reading: where the hit rate hardly depends on the rollouts in flight, as with tools slower than
+anything is cached for, an error of the model that always has the same sign would otherwise add up for ever."""
 HORIZON_S: Final = 120.0
 """Longest look ahead."""
 PINNED: Final = 0.82
@@ -221,6 +224,7 @@ class PredictiveCap(Admission):
         env = self._envs.get(flight.task.env)
         if env is None:
             env = self._envs[flight.task.env] = EnvStats()
+        env.waiting.pop(flight.id, None)
         env.asked(flight.turns, flight.context, flight.context - flight.known, now - flight.waits_since)
 
     def turn_granted(self, engine: Holdings, flight: Flight, now: float) -> None:
@@ -259,6 +263,8 @@ class PredictiveCap(Admission):
         env = self._envs.get(flight.task.env)
         if env is not None:
             env.sampled(sampled, whole=not flight.continues)
+            if not flight.continues:
+                env.waiting[flight.id] = now
         passed = now - flight.granted_at
         if passed > 0.0 and sampled:
             batch_sum, tokens_sum, prefilled, _ = flight.marks
@@ -273,11 +279,13 @@ class PredictiveCap(Admission):
         state = self[engine.id]
         by_itself = flight.cancelled is None
         state.burst.ended(by_itself=by_itself)
+        env = self._envs.get(flight.task.env)
+        if env is not None:
+            env.waiting.pop(flight.id, None)
         if not by_itself:
             return
         if state.even is None:
             state.starts += 1.0
-        env = self._envs.get(flight.task.env)
         if env is not None and flight.turns:
             wait = now - flight.waits_since
             env.finished(flight.turns, flight.first, flight.context, now - flight.started, wait)
@@ -303,7 +311,7 @@ class PredictiveCap(Admission):
         if state.capacity is None or state.limit is None or not self._knows_enough(state):
             self._grow_blindly(state, engine, load)
             return
-        profile = self._profile(state, engine)
+        profile = self._profile(state, engine, now)
         heavier = msgspec.structs.replace(
             profile, context=profile.context * state.guide, final=profile.final * state.guide
         )
@@ -362,16 +370,18 @@ class PredictiveCap(Admission):
                 )
         state.reason = "too little is known yet: as many as fit at their longest, or at thrice what they hold"
 
-    def _profile(self, state: _Engine, engine: Holdings) -> Profile:
+    def _profile(self, state: _Engine, engine: Holdings, now: float) -> Profile:
         """Of the mix of environments that the engine holds."""
         longest = float(state.longest or 1 << 20)
         if len(self._envs) == 1:
-            return next(iter(self._envs.values())).profile(longest)
+            return next(iter(self._envs.values())).profile(longest, now)
         counts: dict[EnvName, int] = {}
         for flight in engine.flights.values():
             counts[flight.task.env] = counts.get(flight.task.env, 0) + 1
         known = [
-            (env.profile(longest), counts.get(name, 0) + 0.1) for name, env in self._envs.items() if env.seen
+            (env.profile(longest, now), counts.get(name, 0) + 0.1)
+            for name, env in self._envs.items()
+            if env.seen
         ]
         return _mixed(known)
 
@@ -400,7 +410,7 @@ class PredictiveCap(Admission):
         seen = state.cached / state.prefix
         expected = yields.hits_at(engine.active) * self._cacheable()
         low, high = GUIDE_BOUNDS
-        state.guide = min(high, max(low, state.guide * exp(GUIDE * (expected - seen))))
+        state.guide = min(high, max(low, state.guide ** (1.0 - FORGET) * exp(GUIDE * (expected - seen))))
         excess = engine.active - self.cap(engine.id)
         thrashes = (
             seen < yields.hits_at(state.limit) * self._cacheable() - THRASH or preempted or load.waiting
