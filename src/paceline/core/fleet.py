@@ -6,7 +6,7 @@ its gate; they are let through, oldest rollout first, when it is done.
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from paceline.core.admission import Admission
 from paceline.core.flights import Flight
@@ -39,25 +39,39 @@ class EngineState:
         "held",
         "id",
         "in_flight",
+        "is_stale",
         "kv_tokens",
         "loading",
         "noted",
+        "number",
         "out",
         "parked",
         "parked_line",
         "ready",
+        "room",
         "silent_readings",
         "speaks",
+        "stale",
         "strays",
         "waiting",
         "working_tokens",
     )
 
-    def __init__(self, engine: EngineId, held: Version, ready: bool) -> None:
+    def __init__(
+        self, engine: EngineId, held: Version, ready: bool, number: int, stale: list[EngineState]
+    ) -> None:
         self.id = engine
         self.held = held
         self.ready = ready
         """False for one that joined with older weights, until it has loaded the current ones."""
+        self.number = number
+        """Its place among the engines, by when it first joined."""
+        self.stale = stale
+        """The fleet's: engines whose `room` is out of date."""
+        self.is_stale = False
+        """Whether it is one of them."""
+        self.room = 0
+        """Rollouts that could start on it when that was last looked at; nought while it is not usable."""
         self.kv_tokens: int | None = None
         """KV-cache capacity; None where it does not say."""
         self.out: str | None = None
@@ -102,8 +116,15 @@ class EngineState:
         """Rollouts that its cap counts: parked ones hold no permit."""
         return self.in_flight - self.parked
 
+    def touch(self) -> None:
+        """What it holds has changed, or its controller was told something: its room may be another."""
+        if not self.is_stale:
+            self.is_stale = True
+            self.stale.append(self)
+
     def add(self, flight: Flight) -> None:
         """Place a rollout here."""
+        self.touch()
         flight.engine = self.id
         self.in_flight += 1
         self.flights[flight.id] = flight
@@ -115,12 +136,28 @@ class EngineState:
 
     def remove(self, flight: Flight) -> None:
         """It has ended, or goes elsewhere."""
+        self.touch()
         self.in_flight -= 1
         del self.flights[flight.id]
         if flight.parked:
             self.parked -= 1
         else:
             self.working_tokens -= flight.context
+
+    def park(self, flight: Flight) -> None:
+        """Take its permit; it stays placed here."""
+        self.touch()
+        flight.parked = True
+        self.parked += 1
+        self.working_tokens -= flight.context
+        heappush(self.parked_line, flight)
+
+    def unpark(self, flight: Flight) -> None:
+        """It has a permit again."""
+        self.touch()
+        flight.parked = False
+        self.parked -= 1
+        self.working_tokens += flight.context
 
     def wait(self, flight: Flight) -> None:
         """Let it wait at the gate."""
@@ -160,8 +197,10 @@ class Fleet:
     __slots__ = (
         "_admission",
         "_engines",
+        "_free",
         "_refused",
-        "_usable",
+        "_roomy",
+        "_stale",
         "held",
         "homeless",
         "newest",
@@ -173,8 +212,12 @@ class Fleet:
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
         self._engines: dict[EngineId, EngineState] = {}
-        self._usable: tuple[EngineState, ...] = ()
-        """Those that are usable: asked for at every event."""
+        self._free = 0
+        """Sum of the engines' room."""
+        self._roomy: list[tuple[int, int, EngineState]] = []
+        """Heap of (-room, number, engine), the most room first; entries with another room than the engine's are outdated."""
+        self._stale: list[EngineState] = []
+        """Engines whose room has to be looked at again. Only these are: at every event somebody asks for the sum."""
         self.placement = Placement()
         self.several = False
         """Whether there is more than one engine, and so a choice."""
@@ -203,13 +246,25 @@ class Fleet:
 
     def free(self) -> int:
         """Permits left over all usable engines."""
-        free = 0
-        room = self._admission.room
-        for engine in self._usable:
-            left = room(engine.id, engine.in_flight - engine.parked)
-            if left > 0:
-                free += left
-        return free
+        if self._stale:
+            self._look_again()
+        return self._free
+
+    def _look_again(self) -> None:
+        """Bring the room of the engines up to date whose room may have changed."""
+        for engine in self._stale:
+            engine.is_stale = False
+            room = max(0, self.room(engine)) if engine.usable else 0
+            if room == engine.room:
+                continue
+            self._free += room - engine.room
+            engine.room = room
+            if room:
+                heappush(self._roomy, (-room, engine.number, engine))
+        self._stale.clear()
+        if len(self._roomy) > 8 * len(self._engines) + 64:
+            self._roomy = [(-e.room, e.number, e) for e in self._engines.values() if e.room]
+            heapify(self._roomy)
 
     def room(self, engine: EngineState) -> int:
         """Rollouts that may start on it now."""
@@ -221,12 +276,15 @@ class Fleet:
             engine = self._engines.get(preferred)
             if engine is not None and engine.usable and self._admission.room(preferred, engine.active) > 0:
                 return engine
-        best, best_room = None, 0
-        for engine in self._usable:
-            room = self._admission.room(engine.id, engine.in_flight - engine.parked)
-            if room > best_room:
-                best, best_room = engine, room
-        return best
+        if self._stale:
+            self._look_again()
+        roomy = self._roomy
+        while roomy:
+            room, _, engine = roomy[0]
+            if engine.room == -room:
+                return engine
+            heappop(roomy)
+        return None
 
     def is_worth_waiting_for(self, preferred: EngineId, env: EnvName, now: float) -> bool:
         """Whether a member of a group on `preferred` should wait for a permit there although others have one."""
@@ -250,7 +308,9 @@ class Fleet:
         known = self._engines.get(event.info.id)
         if known is not None and known.out is None:
             raise InvariantError(f"engine {event.info.id!r} joined twice")
-        state = EngineState(event.info.id, event.version, ready=event.version >= catch_up)
+        number = len(self._engines) if known is None else known.number
+        ready = event.version >= catch_up
+        state = EngineState(event.info.id, event.version, ready, number, self._stale)
         if known is not None:
             # Rollouts placed on it before it was lost still count, until they have ended.
             state.in_flight, state.flights = known.in_flight, known.flights
@@ -339,5 +399,9 @@ class Fleet:
             )
 
     def _recount(self) -> None:
-        self._usable = tuple([e for e in self._engines.values() if e.usable])
+        self._free = 0
+        self._roomy.clear()
+        for engine in self._engines.values():
+            engine.room = 0
+            engine.touch()
         self.held = min((e.held for e in self._engines.values() if e.usable), default=self.held)

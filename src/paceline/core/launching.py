@@ -124,6 +124,7 @@ class Launcher:
         if not group.owes_launches:
             self._launchable[group.task.env].appendleft(group)
             self.owing += 1
+        self._policy.owes_again(group)
 
     def adopt(self, group: OpenGroup) -> None:
         """Take a train group of an earlier life in line, oldest first."""

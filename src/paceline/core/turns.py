@@ -71,6 +71,7 @@ class Turns:
         engine = self._fleet[event.engine]
         admission = self._admission
         admission.observe(engine, event.load, self._out.now)
+        engine.touch()
         self._listen(engine, event)
         if self._learner is None:
             return
@@ -148,6 +149,7 @@ class Turns:
         flight.continues = cut or (event.finish == "abort" and event.error is None and not event.given_up)
         flight.waits_since = self._out.now
         if self._learner is not None:
+            engine.touch()
             self._learner.segment_ended(
                 engine, flight, tokens, event.cached_tokens, event.seconds, event.error, self._out.now
             )
@@ -279,10 +281,7 @@ class Turns:
                 self.cancel(flight, "overload", why)
 
     def _park(self, flight: Flight, engine: EngineState, why: str) -> None:
-        flight.parked = True
-        engine.parked += 1
-        engine.working_tokens -= flight.context
-        heappush(engine.parked_line, flight)
+        engine.park(flight)
         self._out.say(do.ParkRollout(flight.id, why))
 
     def resume_parked(self, engine: EngineState) -> None:
@@ -295,9 +294,7 @@ class Turns:
             self._resume(flight, engine)
 
     def _resume(self, flight: Flight, engine: EngineState) -> None:
-        flight.parked = False
-        engine.parked -= 1
-        engine.working_tokens += flight.context
+        engine.unpark(flight)
         if self._learner is not None:
             self._learner.started(engine, flight, self._out.now)
         self._out.say(do.ResumeRollout(flight.id, f"{engine.active} of {self._admission.cap(engine.id)} run"))

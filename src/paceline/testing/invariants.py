@@ -233,6 +233,13 @@ class Invariants:
                 break  # it goes on from an earlier life's books
             self._rule(account.launched == self._launched[stream], "launched", stream, account.launched)
             self._rule(account.sampled == self._sampled[stream], "sampled", stream, account.sampled)
+        usable = [engine for engine in core.fleet.engines() if engine.usable]
+        free = sum(max(0, world.admission.room(engine.id, engine.active)) for engine in usable)
+        self._rule(core.fleet.free() == free, "permits that are free", core.fleet.free(), free)
+        roomiest = max(usable, key=lambda e: world.admission.room(e.id, e.active), default=None)
+        self._rule(
+            core.fleet.place(None) is (roomiest if free else None), "the engine with most room", roomiest
+        )
         counted = Counter(flight.engine for flight in core.flights.all() if not flight.parked)
         for engine in core.fleet.engines():
             self._rule(engine.active == counted[engine.id], "permits of an engine", engine.id, engine.active)

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from policies import Kind, setup_of
 
 from paceline.core.groups import OpenGroup
 from paceline.core.scheduling import Divided, KvArea, Scheduling
-from paceline.core.scheduling.kv_area import peak
-from paceline.core.scheduling.ordered import Seat
+from paceline.core.scheduling.peaks import Peaks
 from paceline.domain import commands as do
 from paceline.domain import events as on
 from paceline.domain.commands import Command
@@ -134,16 +135,33 @@ def test_a_long_rollout_moves_to_an_engine_that_has_become_empty() -> None:
 # ── kv_area ──
 
 
-def test_the_peak_is_what_is_held_when_it_is_most() -> None:
-    def seat(context: int, remaining: float) -> Seat:
-        return Seat("e0", 0, context, remaining)
+def peak(seats: list[tuple[float, float]]) -> float:
+    """By its definition: what is held at the end of each, all that outlast it having grown as much."""
+    ends = [sum(c + rest for c, r in seats if r >= rest) for _, rest in seats]
+    return max(ends, default=0.0)
 
+
+def test_the_peak_is_what_is_held_when_it_is_most() -> None:
     assert peak([]) == 0
-    assert peak([seat(10, 5)]) == 15
+    assert peak([(10, 5)]) == 15
     # At 5 steps both are there: 10 + 5 and 20 + 5. At 8 only the second.
-    assert peak([seat(10, 5), seat(20, 8)]) == 40
+    assert peak([(10, 5), (20, 8)]) == 40
     # The long one alone at its end: 1 + 100; both at 2: 3 + 102.
-    assert peak([seat(1, 100), seat(100, 2)]) == 105
+    assert peak([(1, 100), (100, 2)]) == 105
+
+
+_seats = st.tuples(st.integers(0, 500), st.integers(1, 60))
+
+
+@given(st.lists(_seats, max_size=12), _seats)
+def test_one_more_is_weighed_as_if_it_were_there(seats: list[tuple[int, int]], more: tuple[int, int]) -> None:
+    peaks = Peaks([c for c, _ in seats], [r for _, r in seats])
+    assert peaks.now == peak(seats)
+    assert peaks.with_one_more(*more) == peak([*seats, more])
+    context, rest = more
+    assert peaks.with_one_more(context, rest) <= min(
+        peaks.with_one_more(context + 1, rest), peaks.with_one_more(context, rest + 1)
+    )
 
 
 def test_once_lengths_are_known_the_critical_go_first_and_then_the_shortest() -> None:
@@ -154,10 +172,10 @@ def test_once_lengths_are_known_the_critical_go_first_and_then_the_shortest() ->
         for member in range(12):
             lengths.end(group, member, tokens + member % 3, is_runaway=False)
     groups = {g: OpenGroup(g, TaskRef("env", "train", g), 16, 0) for g in of}
-    policy._left = 150.0  # steps that everything together will take
+    policy.steps_left = 150.0  # steps that everything together will take
     ranked = sorted(groups, key=lambda g: policy.rank(groups[g], None))
     assert ranked == [4, 1, 2, 3]  # as long as all the rest: first; then from the shortest on
-    policy._left = 1000.0
+    policy.steps_left = 1000.0
     assert sorted(groups, key=lambda g: policy.rank(groups[g], None)) == [1, 2, 3, 4]
     remaining = policy.remaining(groups[4], 0)
     assert remaining == pytest.approx(200, rel=0.2)

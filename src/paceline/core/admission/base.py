@@ -97,7 +97,10 @@ class Admission(ABC):
 
     @abstractmethod
     def room(self, engine: EngineId, active: int) -> int:
-        """Rollouts that may start on it now, given what it holds; not above `cap - active`, may be negative."""
+        """Rollouts that may start on it now, given what it holds; not above `cap - active`, may be negative.
+
+        Changes only with `active` and with what is told of this engine by `joined`, `observe`, `started`, `segment_ended` and
+        `ended`: the core asks again after these, and not at each event."""
 
     def turn_tokens(self, engine: EngineId) -> int | None:
         """Tokens of context that its calls may have together; None sets no limit. One call may always run."""

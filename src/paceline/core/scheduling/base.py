@@ -213,6 +213,9 @@ class Scheduling:
         """A rollout wants an engine request, the next of a turn that was cut or of a new one: it may be held or
         cancelled now, before it goes to the gate."""
 
+    def owes_again(self, group: OpenGroup) -> None:
+        """An attempt at a member has failed, and the member is about to be in line again."""
+
     def left(self, flight: Flight) -> None:
         """A train rollout has stopped, whatever becomes of its member; for policies with an order."""
 

@@ -7,19 +7,17 @@ then members of the group with the longest estimate, which is the longest of its
 from __future__ import annotations
 
 from math import inf
-from typing import ClassVar
 
 from paceline.core.flights import Flight
 from paceline.core.groups import OpenGroup
-from paceline.core.scheduling.ordered import Ordered, Rank
+from paceline.core.scheduling.line import Rank
+from paceline.core.scheduling.ordered import Ordered
 from paceline.domain.ids import GroupId
 from paceline.domain.rollout import Rollout
 
 
 class Divided(Ordered):
     """Shortest probe first, then the longest group first. Waits for the first in line if it fits nowhere."""
-
-    passes_over: ClassVar[bool] = False
 
     def __init__(self, chunk_tokens: int, move_gap: float) -> None:
         super().__init__(chunk_tokens, move_gap)
@@ -40,3 +38,4 @@ class Divided(Ordered):
             self.estimates.pop(group.id, None)
         elif rollout.outcome.ending in ("completed", "truncated"):
             self.estimates[group.id] = max(self.estimates.get(group.id, 0), flight.sampled)
+            self.stale[group.id] = None

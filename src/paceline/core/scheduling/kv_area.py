@@ -9,34 +9,50 @@ only if the peak of what it will hold, by what is expected of each, stays within
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Iterable
+from math import inf
+from typing import Any, ClassVar, Final
 
 from paceline.core.fleet import EngineState
 from paceline.core.flights import Flight
 from paceline.core.groups import OpenGroup
 from paceline.core.scheduling.lengths import Lengths
-from paceline.core.scheduling.ordered import Ordered, Rank, Seat
+from paceline.core.scheduling.line import Name, Rank
+from paceline.core.scheduling.ordered import Ordered, Seat
+from paceline.core.scheduling.peaks import Peaks
+from paceline.domain.ids import EngineId, EnvName, RolloutId
 from paceline.domain.rollout import Rollout
 
-_RECKON = 32
-"""Seats taken before the time that is left is reckoned anew: it changes slowly, and costs a pass over all."""
+_LOOK: Final = 4
+"""How many of the critical ones, and of the others, are tried before a permit stays free: what comes behind them in line
+is not much smaller."""
 
 
 class KvArea(Ordered):
     """`critical`: share of the time left that must remain of a rollout for it to go first. `fill`: share of the caches that
     is taken to be full on average."""
 
-    passes_over: ClassVar[bool] = True
     has_rounds = True
+    orders: ClassVar[int] = 2
 
     def __init__(self, chunk_tokens: int, move_gap: float, critical: float, fill: float) -> None:
         super().__init__(chunk_tokens, move_gap)
         self._critical = critical
         self._fill = fill
         self.lengths = Lengths()
-        self._left = 0.0
+        self.steps_left = 0.0
         """Steps of decoding that everything which waits or runs will take."""
-        self._picks = 0
+        self._rests: dict[Name, tuple[float, float]] = {}
+        """Of each that waits: tokens expected, over all its members, and the area of these behind its prompt."""
+        self._to_come = 0.0
+        """Sum of the first, for groups: their prompts are as long as first prompts are."""
+        self._area = 0.0
+        """Sum of the second, and of what runs."""
+        self._versions: dict[EnvName, int] = {}
+        """Fit of each environment that its places in line go by."""
+        self._seats_on: dict[EngineId, dict[RolloutId, Seat]] = {}
+        self._peaks: dict[EngineId, Peaks] = {}
+        """Of engines whose seats have not changed since."""
 
     # ── who comes first ──
 
@@ -47,58 +63,115 @@ class KvArea(Ordered):
         return max(0.0, lengths.predict(group.id).expected(have) - have)
 
     def rank(self, group: OpenGroup, flight: Flight | None) -> Rank:
-        have = 0 if flight is None else flight.sampled
-        remaining = self.remaining(group, have)
-        if self._left and remaining >= self._critical * self._left:
-            return (0.0, -remaining)
-        return (1.0, remaining)
+        _, remaining = self._needs(group, flight)
+        return (0.0, -remaining) if remaining >= self._least else (1.0, remaining)
 
-    def seat_next(self) -> bool:
-        if self._picks % _RECKON == 0:
-            self._left = self._time_left()
-        self._picks += 1
-        return super().seat_next()
+    def keys(self, group: OpenGroup, flight: Flight | None, remaining: float) -> tuple[Rank, ...]:
+        return (remaining, 0.0), (-remaining, 0.0)
+
+    def candidates(self) -> Iterable[tuple[OpenGroup, Flight | None]]:
+        """The first few of those that are critical, the longest first; then of the others, the shortest first."""
+        shortest, longest = self._firsts(0, _LOOK), self._firsts(1, _LOOK)
+        self.steps_left = self._time_left()
+        least = self._least
+        for (remaining, _), name in longest:
+            if -remaining < least:
+                break
+            yield self._named(name)
+        for (remaining, _), name in shortest:
+            if remaining >= least:
+                break
+            yield self._named(name)
+
+    @property
+    def _least(self) -> float:
+        """Tokens that must remain of a critical one."""
+        return self._critical * self.steps_left or inf
+
+    # ── the time that is left ──
 
     def _time_left(self) -> float:
         """Area of what waits and runs, over what the caches hold of it in a step."""
-        fleet = self.desk.fleet
-        capacity = sum(e.kv_tokens or 0 for e in fleet.engines() if e.usable)
+        capacity = sum(e.kv_tokens or 0 for e in self.desk.fleet.engines() if e.usable)
         if not capacity:
             return 0.0
-        area = 0.0
-        for group in self._open.values():
-            if unstarted := group.unlaunched + len(group.retries):
-                rest = self.remaining(group, 0)
-                area += unstarted * rest * (self.first_context + rest / 2)
-        for seat in self._seats.values():
-            area += seat.remaining * (seat.context + seat.remaining / 2)
-        for flight in self._standing.values():
-            rest = self.remaining(self.desk.groups.of(flight.id), flight.sampled)
-            area += rest * (flight.context + rest / 2)
-        return area / (capacity * self._fill)
+        return max(0.0, self._area + self._to_come * self.first_context) / (capacity * self._fill)
+
+    def place(self, group: OpenGroup, flight: Flight | None, remaining: float) -> None:
+        super().place(group, flight, remaining)
+        if flight is None:
+            members = group.unlaunched + len(group.retries)
+            self._expect(group.id, members * remaining, members * remaining * remaining / 2)
+        else:
+            self._expect(flight.id, 0.0, remaining * (flight.context + remaining / 2))
+
+    def leave(self, name: Name, env: EnvName | None) -> None:
+        super().leave(name, env)
+        self._expect(name, 0.0, 0.0)
+
+    def _expect(self, name: Name, tokens: float, area: float) -> None:
+        before, area_before = self._rests.pop(name, (0.0, 0.0))
+        if tokens or area:
+            self._rests[name] = tokens, area
+        self._to_come += tokens - before
+        self._area += area - area_before
 
     # ── what fits ──
 
     def fits(self, engine: EngineState, context: int, remaining: float) -> bool:
         if engine.kv_tokens is None or not engine.active:
             return True
-        seats = [seat for seat in self._seats.values() if seat.engine == engine.id]
-        return peak([*seats, Seat(engine.id, 0, context, max(remaining, 1.0))]) <= engine.kv_tokens
+        peaks = self._peaks.get(engine.id)
+        if peaks is None:
+            seats = self._seats_on.get(engine.id, {}).values()
+            peaks = Peaks([seat.context for seat in seats], [seat.remaining for seat in seats])
+            self._peaks[engine.id] = peaks
+        return peaks.with_one_more(context, max(remaining, 1.0)) <= engine.kv_tokens
+
+    def _sit(self, flight: Flight, engine: EngineId, context: int, remaining: float) -> Seat:
+        seat = super()._sit(flight, engine, context, remaining)
+        self._area += remaining * (context + remaining / 2)
+        self._seats_on.setdefault(engine, {})[flight.id] = seat
+        self._peaks.pop(engine, None)
+        return seat
+
+    def _rise(self, flight: Flight) -> Seat | None:
+        seat = super()._rise(flight)
+        if seat is not None:
+            self._area -= seat.remaining * (seat.context + seat.remaining / 2)
+            del self._seats_on[seat.engine][flight.id]
+            self._peaks.pop(seat.engine, None)
+        return seat
+
+    # ── what is learnt ──
+
+    def opened(self, group: OpenGroup) -> None:
+        super().opened(group)
+        self.lengths.of(group.task.env).opened(group.id)
 
     def turn_asked(self, flight: Flight) -> None:
-        if flight.sampled:
-            self.lengths.of(flight.task.env).running(flight.id.group, flight.id.member, flight.sampled)
+        lengths = self.lengths.of(flight.task.env)
+        group = self.desk.groups.of(flight.id).id
+        if flight.sampled and lengths.running(group, flight.id.member, flight.sampled):
+            self.stale[group] = None
         super().turn_asked(flight)
 
     def rollout_ended(self, flight: Flight, rollout: Rollout, group: OpenGroup) -> None:
         super().rollout_ended(flight, rollout, group)
-        lengths = self.lengths.of(rollout.task.env)
+        env = rollout.task.env
+        lengths = self.lengths.of(env)
         ending, cause = rollout.outcome.ending, rollout.outcome.cause
         if ending in ("completed", "truncated"):
             is_runaway = cause in ("tokens", "context")
-            lengths.end(rollout.id.group, rollout.id.member, flight.sampled, is_runaway=is_runaway)
+            lengths.end(group.id, rollout.id.member, flight.sampled, is_runaway=is_runaway)
         elif ending == "cancelled":
-            lengths.cut_off(rollout.id.group, rollout.id.member, flight.sampled)
+            lengths.cut_off(group.id, rollout.id.member, flight.sampled)
+        self.stale[group.id] = None
+        if group.id not in self._open:
+            lengths.closed(group.id)
+        if self._versions.get(env) != lengths.version:
+            self._versions[env] = lengths.version
+            self.stale.update(dict.fromkeys(n for n, each in self._open.items() if each.task.env == env))
 
     def batch_cut(self) -> None:
         for env, lengths in self.lengths.envs().items():
@@ -112,15 +185,3 @@ class KvArea(Ordered):
         if state.get("policy") == "kv_area":
             self.lengths.restore(state["lengths"])
             self._first = state["first"]
-
-
-def peak(seats: list[Seat]) -> float:
-    """Most tokens held at once, if all sample one token a step and each ends when what is expected of it has come.
-
-    Whoever ends first is at its longest then, and all that outlast it have grown by as much.
-    """
-    most, held = 0.0, 0.0
-    for number, seat in enumerate(sorted(seats, key=lambda seat: -seat.remaining), start=1):
-        held += seat.context
-        most = max(most, held + number * seat.remaining)
-    return most

@@ -23,10 +23,16 @@ from paceline.domain.commands import NoteLengths
 from paceline.domain.ids import EnvName, GroupId
 
 WINDOW: Final = 192
-"""Groups that are remembered of an environment: the policy changes, and old lengths with it."""
+"""Groups that are remembered of an environment, beside those that are open: the policy changes, and old lengths with it."""
 
 REFIT: Final = 24
-"""Rollouts that end before the variances are estimated anew."""
+"""Rollouts that end before the variances are estimated anew, at least."""
+
+_REFIT_SHARE: Final = 1 / 32
+"""The same, as a share of the rollouts that are remembered: a fit costs by these."""
+
+_GROWN: Final = math.log(1.1)
+"""A rollout that runs must have grown by a tenth to be told again: a little more says nothing new."""
 
 ROUNDS: Final = 3
 """Rounds of expectation and maximisation at each of them; they go on where the last ones stopped."""
@@ -142,10 +148,16 @@ class EnvLengths:
         self.ended = 0
         self.runaways = 0
         self.calibration = Calibration()
+        self.version = 0
+        """Changes with the parameters, all at once: until then the prediction for a group changes only with what is told of
+        its members."""
         self._groups: OrderedDict[GroupId, _Group] = OrderedDict()
+        self._open: set[GroupId] = set()
+        """Groups that are not forgotten."""
         self._since = 0
-        self._version = 0
-        """Changes with the parameters: what was predicted by older ones is computed anew."""
+        self._refit = REFIT
+        self._runaway, self._limit = self.runaway, self.limit
+        """As they were at the last fit."""
         self._known: dict[GroupId, tuple[int, int, float, float]] = {}
 
     @property
@@ -160,16 +172,31 @@ class EnvLengths:
 
     # ── what is told ──
 
-    def running(self, group: GroupId, member: int, tokens: int) -> None:
-        """A member runs and has sampled this much."""
-        if tokens > 0:
-            of = self._group(group)
-            of.running[member] = math.log(tokens)
-            of.stamp += 1
+    def opened(self, group: GroupId) -> None:
+        """Do not forget this group until it is closed."""
+        self._open.add(group)
+
+    def closed(self, group: GroupId) -> None:
+        """No member of it is to come."""
+        self._open.discard(group)
+
+    def running(self, group: GroupId, member: int, tokens: int) -> bool:
+        """A member runs and has sampled this much; whether that changes what is predicted of its group."""
+        of = self._group(group)
+        known = of.running.get(member)
+        if tokens < 1 or (known is not None and math.log(tokens) < known + _GROWN):
+            return False
+        self._passed(of, member, tokens)
+        return True
 
     def cut_off(self, group: GroupId, member: int, tokens: int) -> None:
         """A member was stopped: it would have been longer."""
-        self.running(group, member, tokens)
+        if tokens > 0:
+            self._passed(self._group(group), member, tokens)
+
+    def _passed(self, of: _Group, member: int, tokens: int) -> None:
+        of.running[member] = math.log(tokens)
+        of.stamp += 1
 
     def end(self, group: GroupId, member: int, tokens: int, *, is_runaway: bool) -> None:
         """A member ended by itself (or at its limit, which makes it a runaway)."""
@@ -188,7 +215,7 @@ class EnvLengths:
         else:
             of.ended[member] = math.log(tokens)
         self._since += 1
-        if self._since >= REFIT or self.ended == ENOUGH:
+        if self._since >= self._refit or self.ended == ENOUGH:
             self.fit()
 
     # ── what is answered ──
@@ -199,22 +226,22 @@ class EnvLengths:
         if of is None or group is None:
             return self._prediction(0.0, self.between)
         known = self._known.get(group)
-        if known is None or known[:2] != (of.stamp, self._version):
-            effect, variance = self._posterior(of)
-            known = self._known[group] = (of.stamp, self._version, effect, variance)
+        if known is None or known[:2] != (of.stamp, self.version):
+            effect, variance = self._posterior(of, 0.0 if known is None else known[2])
+            known = self._known[group] = (of.stamp, self.version, effect, variance)
         return self._prediction(known[2], known[3])
 
     def _prediction(self, effect: float, variance: float) -> Prediction:
-        return Prediction(
-            self.mean + effect, math.sqrt(self.within + variance), self.runaway, max(self.limit, 1.0)
-        )
+        return Prediction(self.mean + effect, math.sqrt(self.within + variance), self._runaway, self._limit)
 
-    def _posterior(self, of: _Group) -> tuple[float, float]:
-        """Mode and variance of the group's effect: Newton's method on a concave log-density (Laplace)."""
+    def _posterior(self, of: _Group, guess: float) -> tuple[float, float]:
+        """Mode and variance of the group's effect: Newton's method on a concave log-density (Laplace), from a guess."""
         sd = math.sqrt(self.within)
         values = list(of.ended.values())
         total = sum(values) - len(values) * self.mean
-        effect = total * self.between / (len(values) * self.between + self.within) if values else 0.0
+        if not of.running:
+            guess = total * self.between / (len(values) * self.between + self.within)
+        effect = guess
         for _ in range(12 if of.running else 1):
             slope = -effect / self.between + (total - len(values) * effect) / self.within
             curve = -1 / self.between - len(values) / self.within
@@ -234,18 +261,20 @@ class EnvLengths:
     def fit(self) -> None:
         """A few rounds of expectation and maximisation over the groups that are remembered."""
         self._since = 0
-        self._version += 1
+        self.version += 1
+        self._runaway, self._limit = self.runaway, self.limit
         groups = [g for g in self._groups.values() if g.ended or g.running]
         exact = sum(len(g.ended) for g in groups)
         if exact < 2:
             return
         index = np.repeat(np.arange(len(groups)), [len(g.ended) + len(g.running) for g in groups])
         values = np.array([v for g in groups for v in (*g.ended.values(), *g.running.values())])
+        self._refit = max(REFIT, int(_REFIT_SHARE * len(values)))
         censored = np.array([c for g in groups for c in (*[False] * len(g.ended), *[True] * len(g.running))])
-        if self._version == 1:
+        if self.version == 1:
             self.mean = float(values[~censored].mean())
             self.between = self.within = max(_LEAST, float(values[~censored].var()) / 2)
-        for _ in range(ROUNDS if self._version > 1 else 12):
+        for _ in range(ROUNDS if self.version > 1 else 12):
             self._round(index, values, censored, len(groups))
 
     def _round(
@@ -280,8 +309,9 @@ class EnvLengths:
         of = self._groups.get(group)
         if of is None:
             of = self._groups[group] = _Group()
-            if len(self._groups) > WINDOW:
-                old, _ = self._groups.popitem(last=False)
+            if len(self._groups) > WINDOW + len(self._open):
+                old = next(number for number in self._groups if number not in self._open)
+                del self._groups[old]
                 self._known.pop(old, None)
         return of
 
@@ -314,13 +344,14 @@ class EnvLengths:
             "limit": self.limit,
             "ended": self.ended,
             "runaways": self.runaways,
-            "version": self._version,
+            "version": self.version,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         self.mean, self.between, self.within = state["mean"], state["between"], state["within"]
         self.limit, self.ended, self.runaways = state["limit"], int(state["ended"]), int(state["runaways"])
-        self._version = int(state["version"])
+        self.version = int(state["version"])
+        self._runaway, self._limit = self.runaway, self.limit
 
 
 class Lengths:

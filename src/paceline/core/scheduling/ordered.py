@@ -10,17 +10,16 @@ gave way ─────────┘                       └─ none fits: 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, TypeAlias
+from collections.abc import Iterable
+from typing import ClassVar
 
 from paceline.core.fleet import EngineState
 from paceline.core.flights import Flight
 from paceline.core.groups import OpenGroup
 from paceline.core.scheduling.base import Scheduling
-from paceline.domain.ids import EngineId, GroupId, RolloutId
+from paceline.core.scheduling.line import Lines, Name, Rank
+from paceline.domain.ids import EngineId, EnvName, GroupId, RolloutId
 from paceline.domain.rollout import Rollout
-
-Rank: TypeAlias = tuple[float, float]
-"""Smaller comes first."""
 
 
 class Seat:
@@ -38,13 +37,18 @@ class Seat:
 
 
 class Ordered(Scheduling, ABC):
-    """Who comes first is `rank`; everything else is here."""
+    """Who comes first is `rank`; everything else is here.
+
+    Who waits stands in lines, one for each of the orders that `keys` gives. A place in line changes only with its group:
+    when a member starts, ends, fails, or tells something of how long the others will be. The group is then in `stale`, and its
+    places are reckoned anew when somebody is chosen next. So a choice costs O(log n), with n groups and rollouts that wait.
+    """
 
     has_order = True
     hears_turns = True
     hears_endings = True
-    passes_over: ClassVar[bool]
-    """Whether one that fits may start before one that comes first and does not fit."""
+    orders: ClassVar[int] = 1
+    """How many orders there are."""
 
     def __init__(self, chunk_tokens: int, move_gap: float) -> None:
         """`move_gap`: share of a KV cache by which another engine must be emptier for a rollout to move there."""
@@ -53,6 +57,11 @@ class Ordered(Scheduling, ABC):
         self._open: dict[GroupId, OpenGroup] = {}
         self._standing: dict[RolloutId, Flight] = {}
         """Rollouts that gave way and wait for a seat."""
+        self._standing_of: dict[GroupId, dict[RolloutId, Flight]] = {}
+        """The same, by group."""
+        self._lines = [Lines() for _ in range(self.orders)]
+        self.stale: dict[GroupId, None] = {}
+        """Groups of which something has changed that their places in line go by."""
         self._seats: dict[RolloutId, Seat] = {}
         self._reserved: dict[EngineId, int] = {}
         """Tokens of the seats of each engine."""
@@ -61,40 +70,109 @@ class Ordered(Scheduling, ABC):
     def rank(self, group: OpenGroup, flight: Flight | None) -> Rank:
         """Of a rollout, or of the next member of a group that starts."""
 
+    def keys(self, group: OpenGroup, flight: Flight | None, remaining: float) -> tuple[Rank, ...]:
+        """Its places in the orders."""
+        return (self.rank(group, flight),)
+
+    def candidates(self) -> Iterable[tuple[OpenGroup, Flight | None]]:
+        """Those that may have the next seat, best first: one that fits may pass those before it that do not. Here only the
+        first: the others wait for it."""
+        for _, name in self._firsts(0, 1):
+            yield self._named(name)
+
     def remaining(self, group: OpenGroup, have: int) -> float:
         """Tokens that a member which has sampled `have` is expected to sample yet; 0 where nothing is predicted."""
         return 0.0
 
     def fits(self, engine: EngineState, context: int, remaining: float) -> bool:
-        """Whether an engine's memory has room for one more; one may always run."""
+        """Whether an engine's memory has room for one more; one may always run. What takes more of both never fits where
+        what takes less does not."""
         if engine.kv_tokens is None or not engine.active:
             return True
         return self._reserved.get(engine.id, 0) + context + self._chunk <= engine.kv_tokens
 
-    # ── seats ──
+    # ── who waits ──
 
     def opened(self, group: OpenGroup) -> None:
         self._open[group.id] = group
+        self.stale[group.id] = None
+
+    def owes_again(self, group: OpenGroup) -> None:
+        self.stale[group.id] = None
+
+    def place(self, group: OpenGroup, flight: Flight | None, remaining: float) -> None:
+        """Put it in line, or change its place."""
+        if flight is None:
+            name: Name = group.id
+            env: EnvName | None = group.task.env
+            among = (group.id, group.launched, 0)
+        else:
+            name, env, among = flight.id, None, flight.id
+        for lines, rank in zip(self._lines, self.keys(group, flight, remaining), strict=True):
+            lines.of(env).put(name, (rank, among))
+
+    def leave(self, name: Name, env: EnvName | None) -> None:
+        """It does not wait any more, if it did."""
+        for lines in self._lines:
+            lines.of(env).drop(name)
+
+    def _firsts(self, order: int, count: int) -> list[tuple[Rank, Name]]:
+        """The first few of an order, with their ranks."""
+        self._settle()
+        found = self._lines[order].firsts(count, self._waits, self.desk.may_start)
+        return [(key[0], name) for key, name in found]
+
+    def _settle(self) -> None:
+        """Reckon the places anew that have changed."""
+        while self.stale:
+            stale, self.stale = self.stale, {}
+            for number in stale:
+                group = self._open.get(number)
+                if group is None:
+                    continue
+                if group.owes_launches:
+                    self.place(group, None, self.remaining(group, 0))
+                else:
+                    self.leave(number, group.task.env)
+                for flight in self._standing_of.get(number, {}).values():
+                    self.place(group, flight, self.remaining(group, flight.sampled))
+
+    def _waits(self, name: Name) -> bool:
+        if isinstance(name, tuple):
+            flight = self._standing.get(name)
+            return flight is not None and flight.cancelled is None
+        group = self._open.get(name)
+        return group is not None and group.owes_launches
+
+    def _named(self, name: Name) -> tuple[OpenGroup, Flight | None]:
+        if isinstance(name, tuple):
+            flight = self._standing[name]
+            return self.desk.groups.of(flight.id), flight
+        return self._open[name], None
+
+    def _needs(self, group: OpenGroup, flight: Flight | None) -> tuple[int, float]:
+        """Context it would begin with, and tokens it is expected to sample yet."""
+        if flight is None:
+            return self.first_context, self.remaining(group, 0)
+        return flight.context, self.remaining(group, flight.sampled)
+
+    # ── seats ──
 
     def seat_next(self) -> bool:
-        ranked = self._ranked()
-        if not ranked:
-            return False
-        if self.passes_over:
-            ranked.sort()
-        else:
-            ranked = [min(ranked)]
-        for _, _, group, flight in ranked:
-            have = 0 if flight is None else flight.sampled
-            context = self.first_context if flight is None else flight.context
-            remaining = self.remaining(group, have)
+        too_large: list[tuple[int, float]] = []
+        for group, flight in self.candidates():
+            context, remaining = self._needs(group, flight)
+            if any(context >= c and remaining >= r for c, r in too_large):
+                continue
             engine = self._engine_for(group, context, remaining)
             if engine is None:
+                too_large.append((context, remaining))
                 continue
             if flight is None:
                 flight = self.desk.start(group, engine)
+                self.stale[group.id] = None
             else:
-                del self._standing[flight.id]
+                self._go_on(flight)
                 self.desk.release(flight, engine)
             self._sit(flight, engine.id, context, remaining)
             return True
@@ -106,19 +184,6 @@ class Ordered(Scheduling, ABC):
         return self._first
 
     _first = 0
-
-    def _ranked(self) -> list[tuple[Rank, RolloutId | tuple[int, int, int], OpenGroup, Flight | None]]:
-        desk = self.desk
-        found: list[tuple[Rank, Any, OpenGroup, Flight | None]] = [
-            (self.rank(group, None), (group.id, group.launched, 0), group, None)
-            for group in self._open.values()
-            if group.owes_launches and desk.may_start(group.task.env)
-        ]
-        for flight in self._standing.values():
-            if flight.cancelled is None:
-                group = desk.groups.of(flight.id)
-                found.append((self.rank(group, flight), flight.id, group, flight))
-        return found
 
     def _engine_for(self, group: OpenGroup, context: int, remaining: float) -> EngineState | None:
         """Where its group is, if it fits there, for the sake of the prompt in its cache; else where most is free."""
@@ -141,16 +206,17 @@ class Ordered(Scheduling, ABC):
             return room / max(1, room + engine.active)
         return 1 - self._reserved.get(engine.id, 0) / engine.kv_tokens
 
-    def _sit(self, flight: Flight, engine: EngineId, context: int, remaining: float) -> None:
+    def _sit(self, flight: Flight, engine: EngineId, context: int, remaining: float) -> Seat:
         self._rise(flight)
-        tokens = context + self._chunk
-        self._seats[flight.id] = Seat(engine, tokens, context, remaining)
-        self._reserved[engine] = self._reserved.get(engine, 0) + tokens
+        seat = self._seats[flight.id] = Seat(engine, context + self._chunk, context, remaining)
+        self._reserved[engine] = self._reserved.get(engine, 0) + seat.tokens
+        return seat
 
-    def _rise(self, flight: Flight) -> None:
+    def _rise(self, flight: Flight) -> Seat | None:
         seat = self._seats.pop(flight.id, None)
         if seat is not None:
             self._reserved[seat.engine] -= seat.tokens
+        return seat
 
     # ── requests ──
 
@@ -199,27 +265,36 @@ class Ordered(Scheduling, ABC):
 
     def _stand(self, flight: Flight, why: str) -> None:
         self._rise(flight)
+        number = self.desk.groups.of(flight.id).id
         self._standing[flight.id] = flight
+        self._standing_of.setdefault(number, {})[flight.id] = flight
+        self.stale[number] = None
         self.desk.hold(flight, why)
+
+    def _go_on(self, flight: Flight) -> None:
+        """It does not stand any more, if it did."""
+        if self._standing.pop(flight.id, None) is not None:
+            number = self.desk.groups.of(flight.id).id
+            mates = self._standing_of[number]
+            del mates[flight.id]
+            if not mates:
+                del self._standing_of[number]
+            self.leave(flight.id, None)
 
     def _gives_way(self, group: OpenGroup, flight: Flight) -> bool:
         """Whether one that comes before it waits, and no engine has a seat for that."""
-        ranked = self._ranked()
-        if not ranked:
+        first = next(iter(self.candidates()), None)
+        if first is None or self.rank(*first) >= self.rank(group, flight):
             return False
-        rank, _, other, waiting = min(ranked)
-        if rank >= self.rank(group, flight):
-            return False
-        context = self.first_context if waiting is None else waiting.context
-        have = 0 if waiting is None else waiting.sampled
-        return self._engine_for(other, context, self.remaining(other, have)) is None
+        return self._engine_for(first[0], *self._needs(*first)) is None
 
     # ── endings ──
 
     def left(self, flight: Flight) -> None:
         self._rise(flight)
-        self._standing.pop(flight.id, None)
+        self._go_on(flight)
 
     def rollout_ended(self, flight: Flight, rollout: Rollout, group: OpenGroup) -> None:
         if group.id not in self.desk.groups:
             self._open.pop(group.id, None)
+            self.leave(group.id, group.task.env)
