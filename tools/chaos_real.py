@@ -1,10 +1,10 @@
-"""Kills the real thing: the demo, with its orchestrator, engine and trainer SIGKILLed at random moments.
+"""Kills the real thing: the demo, with its orchestrator, engine, environment worker and trainer SIGKILLed at random.
 
     make chaos-real KILLS=6
     .venv/bin/python tools/chaos_real.py --kills 6 --seed 3 -- --run.max-steps 10
 
 The moments are spread over the steps of the run, and drawn from the seed; what they hit depends on the clock. When a
-kill ends the run (that of an engine does not), `--resume` goes on. After the last one the run must finish. The journal
+kill ends the run (that of an engine or a worker does not), `--resume` goes on. After the last one the run must finish. The journal
 of all lives is then looked at; see "How it is tried" in `docs/recovery.md`. Exits with 1 when a rule does not hold.
 """
 
@@ -34,8 +34,16 @@ from paceline.journal.reader import Record
 from paceline.observe.run import RunFolds, summary
 from paceline.transport.layout import ACKS, steps_in
 
-MODULES = {"engine": "paceline.engines.embedded", "trainer": "paceline.trainer"}
-"""What the leaders of the process groups of a run's children run."""
+RUNS = {
+    "engine": "paceline.engines.embedded",
+    "trainer": "paceline.trainer",
+    "worker": "paceline/envs/workers/start.py",
+}
+"""What the children of a run are known by: a word of their command line ends so."""
+SURVIVED = ("engine", "worker")
+"""Whose death the run outlives."""
+WORDS = ("--env.0.workers.type=process",)
+"""Options of every run: the environment is in a process of its own, which can be killed."""
 _LAST_STEPS = 2
 """Without kills, so that there is something left to do after the last one."""
 _POLL_S = 0.02
@@ -65,23 +73,23 @@ class Life:
         with self.log.open("ab") as log, self.out.open("wb") as out:
             command = [sys.executable, "-m", "paceline", "run", str(config), *again, *words]
             self.process = subprocess.Popen(
-                [*command, f"--run.dir={root / 'runs'}", "--plain", "--summary=json"],
+                [*command, *WORDS, f"--run.dir={root / 'runs'}", "--plain", "--summary=json"],
                 stdout=out,
                 stderr=log,
                 start_new_session=True,
             )
 
     def child(self, who: str) -> int | None:
-        """The process that leads the group of the engine or the trainer; None while there is none."""
+        """The process of that kind nearest to the run's own; None while there is none."""
         try:
             children = psutil.Process(self.process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return None
         for child in children:
             try:
-                if MODULES[who] in child.cmdline() and os.getpgid(child.pid) == child.pid:
+                if any(word.endswith(RUNS[who]) for word in child.cmdline()):
                     return int(child.pid)
-            except (psutil.Error, ProcessLookupError):
+            except psutil.Error:
                 continue
         return None
 
@@ -106,12 +114,12 @@ class Chaos:
         steps = json.loads((run_dir / "status.json").read_text())["steps"]
         last = max(0, steps - _LAST_STEPS - 1)
         for step in sorted(self.random.randint(0, last) for _ in range(self.args.kills)):
-            who = self.random.choice(("orchestrator", "engine", "trainer"))
+            who = self.random.choice(("orchestrator", *RUNS))
             wait = self.random.uniform(0.0, self.args.within)
             self._when(lambda step=step: self._acknowledged(run_dir) >= step, f"step {step}")
             time.sleep(wait)
             self._kill(run_dir, who)
-            if who != "engine":
+            if who not in SURVIVED:
                 self.life.process.wait(self.args.patience)
                 self.life = Life(self.args.config, self.root, self.args.words, run_dir)
                 self.lives += 1
