@@ -17,7 +17,7 @@ from paceline.core.scheduler import Core
 from paceline.domain.batch import Batch
 from paceline.domain.commands import ProcessGroup, ShipBatch
 from paceline.errors import WireError
-from paceline.journal import FileJournal
+from paceline.journal import FileJournal, dropped_before
 from paceline.testing import World, chaos, setup_for, train_env
 
 
@@ -44,14 +44,20 @@ SETUP = setup_for(
 
 
 def written(
-    run_dir: Path, seed: int, events: int, *, algorithm: Algorithm | None = None, flush_every: int = 10_000
+    run_dir: Path,
+    seed: int,
+    events: int,
+    *,
+    algorithm: Algorithm | None = None,
+    flush_every: int = 10_000,
+    **options: Any,
 ) -> World:
     """A run that was killed after so many events, its journal on disk."""
     world = World(SETUP, chaos(seed), engines=2, cap=8, algorithm=algorithm)
     world.run(events=events)
 
     async def write() -> None:
-        journal = FileJournal(run_dir, "run")
+        journal = FileJournal(run_dir, "run", **options)
         for number, (at, event, commands) in enumerate(world.trace.journal):
             journal.append(at, event, commands)
             if number % flush_every == flush_every - 1:
@@ -122,6 +128,23 @@ def test_from_a_checkpoint_only_what_lies_behind_it_is_read(tmp_path: Path) -> N
         k: v for k, v in second.items() if k != "account"
     }
     assert from_checkpoint.recovery.since > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("policy", [{"keep_steps": 0}, {"keep_steps": 2}, {"keep_bytes": 1}])
+def test_what_retention_leaves_is_enough_to_go_on(tmp_path: Path, seed: int, policy: dict[str, int]) -> None:
+    dropped = []
+    for events in (40, 150, 400, 700):
+        run_dir = tmp_path / str(events)
+        world = written(run_dir, seed, events, algorithm=PerToken(), flush_every=5, file_bytes=300, **policy)
+        # From the first record, as if no checkpoint could be read.
+        read = read_back(run_dir, EMPTY, {})
+        state, expected = read.recovery.state(read.rollouts, read.extras), state_of(world.core)
+        state = msgspec.msgpack.decode(msgspec.msgpack.encode(state), strict=False)
+        assert all(state[name] == expected[name] for name in ("list", "groups", "processing"))
+        assert read.recovery.owed(read.rollouts, read.extras) is not None
+        dropped.append(dropped_before(run_dir))
+    assert dropped[-1] > 100
 
 
 def test_without_a_journal_there_is_no_way_back_and_damage_says_what_to_do(tmp_path: Path) -> None:

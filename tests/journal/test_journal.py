@@ -35,6 +35,7 @@ from paceline.journal import FileJournal, Record, read_journal, read_rollouts
 from paceline.journal import lines as l
 from paceline.journal import writer as writer_module
 from paceline.journal.frames import SCHEMA
+from paceline.journal.output import Output
 from paceline.journal.packing import Packer, Unpacker
 
 RUN = "run-1"
@@ -254,7 +255,7 @@ async def test_a_journal_opened_again_goes_on_in_a_new_file(tmp_path: Path) -> N
 
 
 async def test_files_rotate_by_size_and_read_as_one(tmp_path: Path) -> None:
-    kept = journal(tmp_path, log_bytes=200, segment_bytes=500)
+    kept = journal(tmp_path, file_bytes=200)
     for n in range(20):
         kept.append(0.0, RolloutEnded(rollout(n)), ())
         await kept.flush()
@@ -463,9 +464,9 @@ async def test_a_full_disk_is_reported_and_nothing_is_lost_when_it_recovers(
                 raise OSError(errno.ENOSPC, "No space left on device")
 
             if failing == "write":
-                full.setattr(writer_module._Files, "_put", fail)
+                full.setattr(Output, "_put", fail)
             else:
-                full.setattr(writer_module.os, "fsync", fail)
+                full.setattr(os, "fsync", fail)
             for n in range(3, 6):
                 kept.append(0.0, RolloutEnded(rollout(n)), ())
             for _ in range(3):
@@ -495,7 +496,7 @@ async def test_records_whose_flush_failed_are_written_again_and_read_once(
             raise failures.pop()
         fsync(handle)
 
-    monkeypatch.setattr(writer_module.os, "fsync", fail_once)
+    monkeypatch.setattr(os, "fsync", fail_once)
     kept.append(0.0, TimerFired(), ())
     with pytest.raises(OSError, match="Input/output"):
         await kept.flush()
@@ -513,7 +514,7 @@ async def test_closing_on_a_full_disk_says_how_many_records_are_lost(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     kept = journal(tmp_path)
-    monkeypatch.setattr(writer_module._Files, "_put", fail)
+    monkeypatch.setattr(Output, "_put", fail)
     kept.append(0.0, TimerFired(), ())
     with pytest.raises(OSError, match="1 journal records could not be written"):
         await kept.close()
@@ -535,7 +536,7 @@ async def test_flush_returns_at_once_where_only_the_store_kept_the_last_moment(t
 
 async def test_a_follower_sees_records_as_they_become_durable_and_ends_with_the_run(tmp_path: Path) -> None:
     sent = [each for each in one_of_each() if not isinstance(each[0], RunFailed)]  # that one ends it, too
-    kept = journal(tmp_path, log_bytes=300)
+    kept = journal(tmp_path, file_bytes=300)
     got: list[Record] = []
 
     def follow() -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,6 +20,8 @@ from paceline.core.processing import GroupRules
 from paceline.core.streams import key, uniform
 from paceline.domain import commands as do
 from paceline.domain import events as on
+from paceline.domain.batch import PackedBatch
+from paceline.domain.commands import Command
 from paceline.domain.task import Task
 from paceline.envs import Context, Model, Result
 from paceline.errors import (
@@ -79,7 +83,7 @@ def wild_engine(seed: int, number: int) -> ScriptedEngine:
     )
 
 
-def wild(seed: int, *, stop_at: float | None = None) -> DriverRun:
+def wild(seed: int, *, stop_at: float | None = None, journal: MemoryJournal | None = None) -> DriverRun:
     script = chaos(seed)
     assert script.plan is not None
     course = follow(script.plan)
@@ -104,6 +108,8 @@ def wild(seed: int, *, stop_at: float | None = None) -> DriverRun:
         limits=Limits(deadline_s=30.0, score_s=5.0),
         poll_s=5.0,
         during=None if stop_at is None else lambda controls: controls.at(stop_at, controls.shut_down),
+        journal=journal,
+        durable_first=journal is not None,
     )
 
 
@@ -131,6 +137,64 @@ def test_a_shutdown_at_any_moment_stops_everything_and_saves(seed: int) -> None:
     if run.finish.status == "stopped":
         assert run.seconds <= stop_at + 16.0, "a deaf engine costs its request three times STOP_S at most"
         assert run.checkpoints[-1][0] == run.core.cut
+
+
+class SlowDisk(MemoryJournal):
+    """Takes a while over each flush."""
+
+    def __init__(self, flush_s: float) -> None:
+        super().__init__()
+        self._flush_s = flush_s
+        self.durable = 0
+        """Decisions that are on it."""
+
+    async def flush(self) -> None:
+        until = len(self.entries)
+        await asyncio.sleep(self._flush_s)
+        self.durable = max(self.durable, until)
+
+    def has(self, kind: type[Command], of: Callable[[Any], bool]) -> bool:
+        """Whether it holds the decision that made this command."""
+        safe = self.entries[: self.durable]
+        return any(isinstance(c, kind) and of(c) for _, _, commands in safe for c in commands)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_wild_world_ends_the_same_way_when_all_waits_for_a_slow_disk(seed: int) -> None:
+    run = wild(seed, journal=SlowDisk((0.001, 0.1, 7.0)[seed % 3]), stop_at=17.0 if seed % 4 == 3 else None)
+    assert run.finish is not None
+    assert run.finish.status in ("done", "stopped")
+    launched = {c.rollout for _, c in run.commands(do.StartRollout)}
+    assert sorted(r.id for r in run.rollouts) == sorted(launched)
+
+
+def test_nothing_follows_from_a_record_before_it_is_durable() -> None:
+    disk = SlowDisk(0.05)
+    too_soon: list[str] = []
+
+    async def course(task: Task, model: Model, ctx: Context) -> Result:
+        if not disk.has(do.StartRollout, lambda c: c.rollout == ctx.rollout):
+            too_soon.append(f"{ctx.rollout} ran")
+        return await one_call(task, model, ctx)
+
+    class Trainer(ScriptedTrainer):
+        async def ship(self, packed: PackedBatch) -> int:
+            if not disk.has(do.ShipBatch, lambda c: c.batch.step == packed.batch.step):
+                too_soon.append(f"batch {packed.batch.step} was shipped")
+            return await super().ship(packed)
+
+    run = run_driver(
+        setup_for(seq_len=512),
+        {"env": ScriptedEnv(course)},
+        trainer=Trainer,
+        journal=disk,
+        durable_first=True,
+    )
+    assert run.finish is not None
+    assert run.finish.status == "done"
+    assert not too_soon
+    # A turn waits for no disk: its engine gets the call when it was asked for.
+    assert run.seconds < 40
 
 
 def test_a_seed_repeats_its_run() -> None:

@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from paceline.cli.disk import DiskMeter
 from paceline.cli.engines import RunEngines
 from paceline.cli.environments import Environments, own_samplers
 from paceline.cli.resume import Resumption
@@ -41,8 +42,9 @@ from paceline.core.processing import GroupRules
 from paceline.core.scheduler import Core
 from paceline.core.scheduling import scheduling_of
 from paceline.core.setup import core_setup
+from paceline.core.unsettled import unsettled
 from paceline.domain import events as on
-from paceline.domain.commands import FinishRun
+from paceline.domain.commands import FinishRun, ShipBatch
 from paceline.domain.ids import EnvName
 from paceline.errors import ConfigError, EnvError, PacelineError, TrainerError, place_of, printable, said_by
 from paceline.journal.writer import FileJournal
@@ -165,6 +167,7 @@ class Assembly:
         self._core: Core | None = None
         self._disk_error: OSError | None = None
         self._disk_failed = asyncio.Event()
+        self.disk = DiskMeter(run_dir)
 
     @property
     def cap(self) -> int:
@@ -289,6 +292,8 @@ class Assembly:
             core.restore(resumption.state, resumption.trained, str(self._weights_now()), resumption.rollouts)
             for warning in core.warnings:
                 say(f"warning: {warning}")
+            shipping = [command.batch for command in resumption.owed if isinstance(command, ShipBatch)]
+            journal.needs(unsettled(core), {batch.step: batch.rollouts for batch in shipping})
         core.count_from(journal.next_seq)
         self._core = core
         inbox = Inbox()
@@ -329,11 +334,13 @@ class Assembly:
             clock=clock,
             step_limit_s=config.trainer.step_s,
             revive=engines.revive,
+            durable_first=config.journal.fsync_s == 0,
         )
         for child in self.children:
             if child.name == "trainer":
                 driver.beside(child.name, child.wait_dead)
         driver.beside("journal", self._watch_disk)
+        driver.beside("disk meter", self.disk.run)
         driver.beside("load polls", lambda: engines.follow_list(inbox.post, self._polling(inbox)))
         for name in engines.slots:
             driver.beside(f"watch over {name}", partial(engines.watch, name, inbox.post))
@@ -364,7 +371,16 @@ class Assembly:
             self._disk_error = error
             loop.call_soon_threadsafe(self._disk_failed.set)
 
-        return FileJournal(self.run_dir, self.run_id, on_error=failed)
+        section = self.config.journal
+        return FileJournal(
+            self.run_dir,
+            self.run_id,
+            fsync_s=section.fsync_s,
+            file_bytes=_bytes(section.file_mb),
+            keep_steps=section.keep_token_steps,
+            keep_bytes=None if section.keep_token_mb is None else _bytes(section.keep_token_mb),
+            on_error=failed,
+        )
 
     async def _watch_disk(self) -> None:
         """A journal that cannot be written ends the run: what it did from then on could not be told."""
@@ -553,6 +569,10 @@ class Assembly:
     def _cut_off_in(self, seconds: float) -> None:
         if self._cut_off is not None:
             self._cut_off.within(seconds)
+
+
+def _bytes(mb: float) -> int:
+    return max(1, round(mb * 1e6))
 
 
 class CutOff:

@@ -35,6 +35,7 @@ _MEANS = {
     "trainer": "the trainer goes on from its checkpoint with it",
     "engine": "engines are started, or reached, with it",
     "checkpoint": "checkpoints from here on",
+    "journal": "records from here on",
     "metrics": "what is written from here on",
 }
 _ELSE = "from here on"

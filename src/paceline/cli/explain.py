@@ -6,9 +6,11 @@ import argparse
 import re
 from pathlib import Path
 
+from paceline.cli.rollouts import DROPPED
+from paceline.domain.events import RolloutEnded
 from paceline.domain.ids import parse_rollout_id
 from paceline.errors import ConfigError, InvariantError, printable
-from paceline.journal import read_journal
+from paceline.journal import dropped_before, read_journal
 from paceline.observe.explain import Subject, explain
 
 _GROUP = re.compile(r"g(?:roup )?(\d+)")
@@ -27,12 +29,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     subject = subject_of(args.what)
-    found = 0
-    for at, text in explain(read_journal(args.run), subject):
-        found += 1
-        print(f"[{at:10.2f}s] {printable(text)}")
+    found, since = 0, dropped_before(args.run)
+    dropped = 0
+    for record in read_journal(args.run):
+        for at, text in explain([record], subject):
+            found += 1
+            print(f"[{at:10.2f}s] {printable(text)}")
+        if record.seq < since and isinstance(record.event, RolloutEnded):
+            dropped += subject.has(record.event.rollout.id)
     if not found:
         raise ConfigError(f"{args.run}: the journal tells nothing of {args.what!r}")
+    if dropped:
+        print(f"{DROPPED} of {dropped} of these rollouts")
     return 0
 
 

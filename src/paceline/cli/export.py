@@ -9,7 +9,9 @@ from pathlib import Path
 from paceline.cli.options import positive
 from paceline.cli.parquet import write_parquet
 from paceline.cli.report import fold
+from paceline.cli.rollouts import DROPPED
 from paceline.errors import ConfigError, PacelineError
+from paceline.journal import dropped_before
 from paceline.observe.rows import Row
 from paceline.observe.run import RunFolds
 from paceline.observe.trace import write_trace
@@ -40,8 +42,13 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("nothing to export: give --trace FILE, --metrics FILE, --parquet DIR, or several")
     try:
         if args.parquet is not None:
-            rollouts, turns = write_parquet(args.run, args.parquet)
+            rollouts, turns, bare = write_parquet(args.run, args.parquet)
             print(f"{args.parquet}: {rollouts} rollouts, {turns} turns")
+            if bare:
+                why = (
+                    f"{DROPPED} of them" if dropped_before(args.run) else "they are not in the rollout store"
+                )
+                print(f"{bare} rollouts have no turns: {why}")
         if args.trace is not None or args.metrics is not None:
             _write(args, fold(args.run, timeline_steps=args.steps))
     except OSError as error:

@@ -23,9 +23,9 @@ _BATCH = 256
 """Rollouts of a row group: token arrays of these are in memory at once."""
 
 
-def write_parquet(run_dir: Path, folder: Path) -> tuple[int, int]:
-    """Write `rollouts.parquet` and `turns.parquet`; returns their numbers of rows. A rollout that ran again after a
-    resume is written once, the last time. ConfigError without pyarrow, OSError from the disk."""
+def write_parquet(run_dir: Path, folder: Path) -> tuple[int, int, int]:
+    """Write `rollouts.parquet` and `turns.parquet`; returns their numbers of rows, and of rollouts whose tokens are not in
+    the store. A rollout that ran again after a resume is written once, the last time. ConfigError without pyarrow, OSError from the disk."""
     if importlib.util.find_spec("pyarrow") is None:
         raise ConfigError(
             "`paceline export --parquet` needs pyarrow, which is not installed: pip install 'paceline[parquet]'"
@@ -39,11 +39,13 @@ def write_parquet(run_dir: Path, folder: Path) -> tuple[int, int]:
     schemas = _schemas(pa)
     folder.mkdir(parents=True, exist_ok=True)
     counts = [0, 0]
+    bare = 0
     with (
         pq.ParquetWriter(folder / "rollouts.parquet", schemas[0], compression="zstd") as rollouts,
         pq.ParquetWriter(folder / "turns.parquet", schemas[1], compression="zstd") as turns,
     ):
         for some in _batches(run_dir, rows.rows):
+            bare += sum(stored is None for _, stored in some)
             tables = (
                 (rollouts, [_rollout(row, stored) for row, stored in some]),
                 (turns, [t for row, stored in some if stored is not None for t in _turns(row, stored)]),
@@ -52,7 +54,7 @@ def write_parquet(run_dir: Path, folder: Path) -> tuple[int, int]:
                 counts[number] += len(found)
                 if found:
                     writer.write_table(pa.Table.from_pylist(found, schema=schemas[number]))
-    return counts[0], counts[1]
+    return counts[0], counts[1], bare
 
 
 def _batches(run_dir: Path, rows: Mapping[RolloutId, RolloutRow]) -> Iterator[list[Pair]]:

@@ -11,10 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from paceline import __version__
+from paceline.cli.disk import disk_use
 from paceline.cli.options import positive
+from paceline.cli.rollouts import DROPPED
+from paceline.domain.rollout import Message
 from paceline.errors import PacelineError
-from paceline.journal import read_journal, read_rollouts
+from paceline.journal import dropped_before, read_journal, read_rollouts
 from paceline.observe.report import Extras, render
 from paceline.observe.run import RunFolds, summary
 
@@ -84,10 +89,14 @@ def _extras(run_dir: Path, folds: RunFolds) -> Extras:
     config = _text(run_dir / CONFIG)
     wanted = [rollout.id for _, rollout in folds.conversations.picks()]
     stored = {rollout.id: rollout for rollout in read_rollouts(run_dir, wanted)} if wanted else {}
+    if dropped_before(run_dir):
+        gone = (Message("", f"{DROPPED} of it"),)
+        for _, rollout in folds.conversations.picks():
+            stored.setdefault(rollout.id, msgspec.structs.replace(rollout, messages=gone))
     now = time.strftime("%Y-%m-%d %H:%M", time.localtime())
     return Extras(
         name=run_dir.resolve().name,
-        facts=_facts(config),
+        facts=(*_facts(config), ("disk", str(disk_use(run_dir)))),
         status=_status(run_dir) if folds.run.status is None else None,
         messages=stored,
         config=config,

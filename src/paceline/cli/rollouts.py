@@ -5,18 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from paceline.cli.options import positive
+from paceline.domain.events import RolloutEnded
 from paceline.domain.ids import RolloutId, parse_rollout_id
 from paceline.domain.rollout import Rollout, Turn
 from paceline.errors import ConfigError, printable
-from paceline.journal import read_journal, read_rollouts
+from paceline.journal import dropped_before, read_journal, read_rollouts
 from paceline.observe.rollouts import RolloutRow, RolloutRows
+
+DROPPED = "journal.keep_token_mb or keep_token_steps has dropped tokens, messages and info"
 
 _SORT = (
     "ended",
@@ -66,10 +69,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     rows = RolloutRows()
+    since = dropped_before(args.run)
+    dropped: set[RolloutId] = set()
     for record in read_journal(args.run):
         rows.apply(record.at, record.event, record.commands)
+        if record.seq < since and isinstance(record.event, RolloutEnded):
+            dropped.add(record.event.rollout.id)
     if args.id is not None:
-        return _show(args, rows)
+        return _show(args, rows, dropped)
     picked = pick(rows.rows.values(), args)
     if args.json:
         for row in picked:
@@ -78,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
     for line in table(picked):
         print(line)
     print(f"{len(picked)} of {len(rows.rows)} rollouts")
+    if dropped:
+        print(f"{DROPPED} of the {len(dropped)} that ended first")
     return 0
 
 
@@ -145,15 +154,22 @@ def _versions(oldest: int | None, newest: int | None) -> str:
 # ── one of them ──
 
 
-def _show(args: argparse.Namespace, rows: RolloutRows) -> int:
+def _show(args: argparse.Namespace, rows: RolloutRows, dropped: Collection[RolloutId]) -> int:
     rollout_id = _id_of(args.id)
     if (row := rows.rows.get(rollout_id)) is None:
         raise ConfigError(
             f"{args.run}: no rollout {args.id} has ended; `paceline rollouts {args.run}` lists them"
         )
     found = list(read_rollouts(args.run, [rollout_id]))
+    if not found and rollout_id in dropped:
+        why = f"{DROPPED} of it"
+        told = {**msgspec.to_builtins(row), "dropped": why}
+        print(json.dumps(told) if args.json else "\n".join([*head(row), f"tokens   {why}"]))
+        return 0
     if not found:
-        raise ConfigError(f"{args.run}: the tokens of {args.id} are not in the rollout store any more")
+        raise ConfigError(
+            f"{args.run}: {args.id} is in the journal, but not in the rollout store: restore its files"
+        )
     stored = found[-1]
     if args.json:
         print(json.dumps(whole(row, stored)))
@@ -171,20 +187,25 @@ def _id_of(text: str) -> RolloutId:
 
 def conversation(row: RolloutRow, rollout: Rollout, *, tokens: bool) -> list[str]:
     """Lines of text, escaped."""
-    detail = f": {rollout.outcome.detail}" if rollout.outcome.detail else ""
-    lines = [*table([row]), f"ended    {row.ending}{detail}"]
-    if row.reason:
-        lines.append(f"because  {row.reason}")
-    lines.append(
-        f"time     {row.started:.2f} s to {row.ended:.2f} s: model {row.model_s:.2f} s, gate {row.gate_s:.2f} s, "
-        f"environment {row.env_s:.2f} s"
-    )
+    lines = head(row, rollout.outcome.detail)
     for number, turn in enumerate(rollout.turns):
         lines.append(_turn_line(number, turn))
         if tokens:
             lines += _token_lines(turn)
     for message in rollout.messages:
         lines += ["", f"[{message.role}]", message.content]
+    return [printable(line) for line in lines]
+
+
+def head(row: RolloutRow, detail: str = "") -> list[str]:
+    """What the log tells, as lines of text, escaped."""
+    lines = [*table([row]), f"ended    {row.ending}{f': {detail}' if detail else ''}"]
+    if row.reason:
+        lines.append(f"because  {row.reason}")
+    lines.append(
+        f"time     {row.started:.2f} s to {row.ended:.2f} s: model {row.model_s:.2f} s, gate {row.gate_s:.2f} s, "
+        f"environment {row.env_s:.2f} s"
+    )
     return [printable(line) for line in lines]
 
 

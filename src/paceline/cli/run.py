@@ -152,6 +152,7 @@ def start(
 
 def _finished(run_dir: Path, config: RunConfig) -> Outcome | None:
     """The outcome of a run that has nothing left to do; None when there is."""
+    from paceline.cli.disk import disk_use
     from paceline.journal import read_journal
     from paceline.observe.run import RunFolds, summary
     from paceline.runtime.checkpoints import Checkpoints
@@ -168,7 +169,7 @@ def _finished(run_dir: Path, config: RunConfig) -> Outcome | None:
     folds = RunFolds(live=True)
     folds.read(read_journal(run_dir))
     told = summary(folds) | {"run_dir": str(run_dir), "status": status.status, "reason": status.reason}
-    return Outcome(told, 0, None)
+    return Outcome(told | {"disk": disk_use(run_dir).bytes()}, 0, None)
 
 
 def execute(
@@ -183,6 +184,7 @@ def execute(
 ) -> Outcome:
     """Run in an opened run directory. Errors are told and become the status."""
     from paceline.cli.assemble import Assembly, Stopped, StoppedTwice
+    from paceline.cli.disk import disk_use
     from paceline.cli.status import INTERRUPTED, StatusFile
     from paceline.observe.live import open_view
     from paceline.observe.monitor import Monitor
@@ -214,11 +216,16 @@ def execute(
             may_exit=may_exit,
         )
         view = open_view(
-            folds, sys.stderr, max_steps=config.run.max_steps, cap=lambda: assembly.cap, plain=plain
+            folds,
+            sys.stderr,
+            max_steps=config.run.max_steps,
+            cap=lambda: assembly.cap,
+            disk=assembly.disk.line,
+            plain=plain,
         )
         error: BaseException | None = None
         try:
-            with Monitor(folds, pump=pump, view=view) as monitor:
+            with Monitor(folds, pump=pump, view=view, more=assembly.disk.values) as monitor:
                 watching: list[Fold] = [monitor, *_awaiting_trainer(config, run_dir)]
                 finish = assembly.run(watching, _say, view.phase)
             code = status.finish(finish.status, finish.reason)
@@ -237,10 +244,13 @@ def execute(
             _say(f"  {note}")
         if os.strerror(errno.ENOSPC) in status.status.reason:
             _say(f"  free some space at {run_dir}, then go on with --resume {run_dir}")
+    use = disk_use(run_dir)
+    _say(f"disk: {use}")
     more = "; --resume goes on" if status.status.status == "stopped" else ""
     _say(f"{status.status.status}: {run_dir}{more}")
     told = summary(folds, wall_s=time.monotonic() - began)
     told |= {"run_dir": str(run_dir), "status": status.status.status, "reason": status.status.reason}
+    told["disk"] = use.bytes()
     return Outcome(told, code, error)
 
 

@@ -21,6 +21,7 @@ from paceline.config.filters import (
     RepetitionFilter,
 )
 from paceline.config.gateway import GatewaySection
+from paceline.config.journal import JournalSection
 from paceline.config.metrics import MetricsSection, PrometheusSection, TensorboardSection, WandbSection
 from paceline.config.mix import MixSection
 from paceline.config.model import ModelSection, SamplingOverride, SamplingSection
@@ -57,6 +58,7 @@ __all__ = [
     "GatewaySection",
     "GibberishFilter",
     "InlineWorkers",
+    "JournalSection",
     "KvAreaScheduling",
     "LengthFilter",
     "Limits",

@@ -14,6 +14,7 @@ from paceline.config.engine import ChatSection, EmbeddedEngine, EngineSection
 from paceline.config.environment import EnvSection, EvalSection
 from paceline.config.filters import FiltersSection
 from paceline.config.gateway import GatewaySection
+from paceline.config.journal import JournalSection
 from paceline.config.metrics import MetricsSection
 from paceline.config.mix import MixSection
 from paceline.config.model import ModelSection, SamplingSection
@@ -73,6 +74,8 @@ class RunConfig(Section):
     """Who trains."""
     checkpoint: CheckpointSection = CheckpointSection()
     """What `--resume` goes on from."""
+    journal: JournalSection = JournalSection()
+    """What is kept on disk."""
     metrics: MetricsSection = MetricsSection()
     """Where numbers go."""
     gateway: GatewaySection = GatewaySection()

@@ -50,6 +50,24 @@ def next_seq(run_dir: Path, kind: FileKind, run_id: str) -> int:
     return 0
 
 
+def first_seq_of(run_dir: Path, kind: FileKind, number: int) -> int | None:
+    """First number in one file; None when it was begun and never written to. OSError when it is gone."""
+    try:
+        with FrameReader(file_path(run_dir, kind, number)) as reader:
+            return reader.header.first_seq
+    except TornStart:
+        return None
+
+
+def dropped_before(run_dir: Path) -> int:
+    """Rollouts that ended in a record before this one are no longer in the store; 0 while it has all."""
+    numbers = file_numbers(run_dir, "rollouts")
+    if not numbers or numbers[0] == 1:
+        return 0
+    firsts = (first_seq_of(run_dir, "rollouts", number) for number in numbers)
+    return next((first for first in firsts if first is not None), 0)
+
+
 def read_frames(
     run_dir: Path,
     kind: FileKind,
@@ -76,6 +94,9 @@ def read_frames(
         path = file_path(run_dir, kind, number)
         try:
             reader = FrameReader(path)
+        except FileNotFoundError:
+            at = number  # retention dropped it a moment ago
+            continue
         except TornStart as torn:
             is_last = number == file_numbers(run_dir, kind)[-1]
             if follow and is_last and not (stop is not None and stop()):
@@ -112,7 +133,7 @@ def _last_before(run_dir: Path, kind: FileKind, since: int) -> int:
             with FrameReader(file_path(run_dir, kind, number)) as reader:
                 if reader.header.first_seq <= since:
                     return number
-        except TornStart:
+        except (TornStart, FileNotFoundError):
             continue
     return 0
 

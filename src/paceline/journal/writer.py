@@ -19,34 +19,42 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Event as Signal
 from threading import Thread
-from typing import BinaryIO, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from paceline.domain.commands import Command
 from paceline.domain.events import Event, GroupProcessed, RolloutEnded
+from paceline.domain.ids import RolloutId
 from paceline.domain.rollout import Rollout
 from paceline.domain.sample import Sample
 from paceline.errors import WireError
-from paceline.journal.files import FOLDERS, file_numbers, file_path, next_seq
-from paceline.journal.frames import EXTRAS, RECORDS, ROLLOUTS, FileHeader, FileKind, file_start, frame
+from paceline.journal.files import FOLDERS, next_seq
+from paceline.journal.frames import EXTRAS, RECORDS, ROLLOUTS
+from paceline.journal.output import Output
 from paceline.journal.packing import Packer
+from paceline.journal.retention import Retention
+
+_log = logging.getLogger("paceline.journal")
 
 FSYNC_S = 0.2
-LOG_BYTES = 64 << 20
-SEGMENT_BYTES = 256 << 20
+FILE_BYTES = 64 << 20
 
 _COMMIT_RECORDS = 4096
 """Most records of one commit: bounds what is in memory twice, and a frame's size."""
 
 _BLOCK_TURNS, _BLOCK_TOKENS = 512, 1 << 18
 """Where a block of rollouts ends: building one holds the interpreter for about a millisecond."""
+
+_FILES_KEPT = 8
+"""Files of the store that a bound on its bytes is divided into."""
 
 _RETRY_S = 1.0
 
@@ -66,11 +74,16 @@ class FileJournal:
         run_id: str,
         *,
         fsync_s: float = FSYNC_S,
-        log_bytes: int = LOG_BYTES,
-        segment_bytes: int = SEGMENT_BYTES,
+        file_bytes: int = FILE_BYTES,
+        keep_steps: int | None = None,
+        keep_bytes: int | None = None,
         on_error: Callable[[OSError], None] | None = None,
     ) -> None:
-        """WireError if the directory holds another run's journal, or another process is writing it."""
+        """WireError if the directory holds another run's journal, or another process is writing it.
+
+        `file_bytes`: a file of either kind is followed by another one then. `keep_steps` and `keep_bytes`: what
+        `Retention` drops of the store; None keeps all.
+        """
         root = Path(run_dir)
         for folder in FOLDERS.values():
             (root / folder).mkdir(parents=True, exist_ok=True)
@@ -84,8 +97,14 @@ class FileJournal:
         # Rollouts of a commit whose records were lost have numbers that must not be given again.
         self._seq = max(log_seq, store_seq)
         self._durable = self._seq
-        self._log = _Files(root, "log", run_id, log_bytes, log_seq)
-        self._store = _Files(root, "rollouts", run_id, segment_bytes, store_seq)
+        self._log = Output(root, "log", run_id, file_bytes, log_seq)
+        self._retention: Retention | None = None
+        store_bytes = file_bytes
+        if keep_steps is not None or keep_bytes is not None:
+            self._retention = Retention(root, steps=keep_steps, nbytes=keep_bytes)
+        if keep_bytes is not None:  # whole files go: the bound is kept to within one of them
+            store_bytes = max(1, min(file_bytes, keep_bytes // _FILES_KEPT))
+        self._store = Output(root, "rollouts", run_id, store_bytes, store_seq)
         self._fsync_s = fsync_s
         self._on_error = on_error
         self._packer = Packer()
@@ -114,6 +133,14 @@ class FileJournal:
     def nbytes(self) -> int:
         """Bytes written by this process."""
         return self._log.written + self._store.written
+
+    def needs(
+        self, rollouts: Iterable[RolloutId], shipping: Mapping[int, tuple[RolloutId, ...]] = {}
+    ) -> None:
+        """What retention must leave of earlier lives; `shipping`: batches that were cut and not shipped. Call before the
+        first record."""
+        if self._retention is not None:
+            self._retention.needed.add(rollouts, shipping)
 
     def append(self, at: float, event: Event, commands: Sequence[Command]) -> None:
         """Hand over one decision. Never blocks, never raises for a slow or failing disk."""
@@ -188,8 +215,9 @@ class FileJournal:
                 return
             self._error = None
             self._durable = self._held[-1][0] + 1
-            self._held = []
+            durable, self._held = self._held, []
             self._answer(None)
+            self._drop_old(durable)
         self._answer(None)
 
     def _commit(self, records: list[Appended]) -> None:
@@ -200,6 +228,16 @@ class FileJournal:
         self._store.flush()
         self._log.write(RECORDS, records[0][0], records[-1][0], self._packer.records(records))
         self._log.flush()
+
+    def _drop_old(self, records: list[Appended]) -> None:
+        if (retention := self._retention) is None:
+            return
+        for seq, _, event, commands in records:
+            retention.see(seq, event, commands)
+        try:
+            retention.drop_if_due(self._store.begun)
+        except OSError as error:  # what stays is in nobody's way but the disk's
+            _log.warning("what journal.keep_token_* drops could not be removed: %s; it is tried again", error)
 
     def _answer(self, error: OSError | None) -> None:
         # Only those who wait by now: what failed is not the failure of a flush that is asked for meanwhile.
@@ -249,83 +287,6 @@ def _extras(records: list[Appended]) -> list[tuple[int, Sample]]:
         for number, sample in enumerate(verdict.samples)
         if sample.streams or isinstance(sample.advantage, np.ndarray)
     ]
-
-
-class _Files:
-    """Numbered files of frames in one folder; the next is begun when one is full, or when one failed."""
-
-    def __init__(self, root: Path, kind: FileKind, run_id: str, full: int, follows: int) -> None:
-        self._root = root
-        self._kind: FileKind = kind
-        self._run_id = run_id
-        self._full = full
-        self._file: BinaryIO | None = None
-        self._size = 0
-        self._dirty = False
-        self._follows = follows
-        self._last_seq = follows - 1
-        self.written = 0
-
-    def write(self, kind: int, first_seq: int, last_seq: int, payload: bytes) -> None:
-        file = self._file if self._file is not None and self._size < self._full else self._begin(first_seq)
-        self._put(file, frame(kind, first_seq, last_seq, payload))
-        self._last_seq = last_seq
-        self._dirty = True
-
-    def flush(self) -> None:
-        if self._file is not None and self._dirty:
-            os.fsync(self._file.fileno())
-            self._dirty = False
-            self._follows = self._last_seq + 1
-
-    def abandon(self) -> None:
-        """Write no more to this file; what it holds since the last flush is in doubt."""
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                self._file.close()
-        self._file = None
-        self._dirty = False
-
-    def _begin(self, first_seq: int) -> BinaryIO:
-        if self._file is not None:
-            self.flush()
-            self._file.close()
-            self._file = None
-        number = max(file_numbers(self._root, self._kind), default=0) + 1
-        header = FileHeader(
-            run_id=self._run_id,
-            kind=self._kind,
-            number=number,
-            first_seq=first_seq,
-            follows=self._follows,
-        )
-        path = file_path(self._root, self._kind, number)
-        file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed by _begin or abandon
-        self._file = file
-        self._size = 0
-        try:
-            self._put(file, file_start(header))
-            os.fsync(file.fileno())
-        except OSError:
-            # A file without a whole header is no journal file. It must not be there for a reader to trip over.
-            self.abandon()
-            with contextlib.suppress(OSError):
-                path.unlink()
-            raise
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-        return file
-
-    def _put(self, file: BinaryIO, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            count = file.write(view)
-            self._size += count
-            self.written += count
-            view = view[count:]
 
 
 def _locked(path: Path) -> int:

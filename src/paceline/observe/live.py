@@ -72,12 +72,14 @@ def open_view(
     *,
     max_steps: int,
     cap: Callable[[], int] | None = None,
+    disk: Callable[[], str] | None = None,
     plain: bool = False,
 ) -> View:
-    """A panel if `stream` is a terminal and `plain` is not asked for, else lines."""
+    """A panel if `stream` is a terminal and `plain` is not asked for, else lines. `cap` and `disk`: what the folds do not
+    know."""
     terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
     if terminal and not plain:
-        return LiveView(folds, Console(file=stream), max_steps=max_steps, cap=cap)
+        return LiveView(folds, Console(file=stream), max_steps=max_steps, cap=cap, disk=disk)
     return PlainView(folds, stream, max_steps=max_steps)
 
 
@@ -151,6 +153,7 @@ class _Notes(msgspec.Struct, frozen=True):
     values: dict[str, float]
     in_flight: tuple[int, int]
     cap: int | None
+    disk: str
     queued: int
     goodput: float | None
     tokens: dict[str, int]
@@ -169,9 +172,10 @@ class LiveView:
         *,
         max_steps: int,
         cap: Callable[[], int] | None = None,
+        disk: Callable[[], str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._folds, self._max_steps, self._cap = folds, max_steps, cap
+        self._folds, self._max_steps, self._cap, self._disk = folds, max_steps, cap, disk
         self._time = _Elapsed(folds, clock)
         self._phase = "starting"
         self._warnings: dict[EnvName, str] = {}
@@ -251,6 +255,7 @@ class LiveView:
             values=last.values if last else {},
             in_flight=(folds.lives.in_flight["train"], folds.lives.in_flight["eval"]),
             cap=self._cap() if self._cap else None,
+            disk=self._disk() if self._disk else "",
             queued=len(folds.lives.queue),
             goodput=folds.account.goodput(),
             tokens=tokens,
@@ -314,6 +319,8 @@ class LiveView:
                 Text("–" if notes.goodput is None else f"{notes.goodput:.0%} of train tokens"),
             ),
         ]
+        if notes.disk:
+            right.append(("disk", Text(notes.disk)))
         nothing: tuple[str, RenderableType] = ("", Text(""))
         for index in range(max(len(left), len(right))):
             a = left[index] if index < len(left) else nothing

@@ -94,6 +94,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval/<env>/length", "tokens", "Mean sampled tokens of a rollout."),
     Metric("eval/<env>/newest_version", "steps", "The newest version that sampled in the epoch."),
     Metric("eval/<env>/<ending>", "share", "Rollouts of the epoch that ended so."),
+    Metric("disk/<part>", "bytes", "Of the run directory: events, tokens, batches, weights, checkpoints, other; free on its disk."),
     Metric("monitor/dropped", "rows", "Rows that sinks lost so far, because one was slow or broken."),
 )  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -41,8 +41,17 @@ class Monitor:
         monitor.apply(at, event, commands)      # after the core has decided; never raises for a sink, never waits
     """
 
-    def __init__(self, folds: RunFolds, *, pump: SinkPump | None = None, view: View | None = None) -> None:
+    def __init__(
+        self,
+        folds: RunFolds,
+        *,
+        pump: SinkPump | None = None,
+        view: View | None = None,
+        more: Callable[[], Mapping[str, float]] | None = None,
+    ) -> None:
+        """`more`: what a row of the moment tells beside the folds."""
         self.folds = folds
+        self._more = more
         self._pump = pump
         self._view = view
         self._fold = folds.apply
@@ -108,6 +117,8 @@ class Monitor:
             values[f"engine/{engine}/running"] = load.running
             values[f"engine/{engine}/waiting"] = load.waiting
             values[f"engine/{engine}/kv_usage"] = load.kv_usage
+        if self._more is not None:
+            values |= self._more()
         if self._pump is not None:
             values["monitor/dropped"] = sum(self._pump.dropped.values())
         return Row(

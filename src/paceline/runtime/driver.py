@@ -13,11 +13,12 @@ same at 64 and at 16,384 in flight. So a command may be carried out in the task 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import copy_context
 from functools import partial
 from time import perf_counter
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 from paceline.core.packing import pack
 from paceline.core.scheduler import Core
@@ -34,6 +35,11 @@ from paceline.runtime.offload import Offload, is_cancelled
 from paceline.runtime.processor import GroupProcessor
 from paceline.runtime.runner import RolloutRunner
 from paceline.runtime.watch import TrainerWatch
+
+_Decision: TypeAlias = tuple[float, Event, Sequence[Command]]
+
+_UNDER_WAY = frozenset({do.GrantTurn, do.ParkRollout})
+"""Commands that let a rollout that runs go on, or take it off its engine."""
 
 _SLICE_S = 0.002
 """Longest stretch of draining before the loop gets a turn; performance.md's measured lags come from none."""
@@ -93,12 +99,16 @@ class Driver:
         step_limit_s: float = float("inf"),
         slice_s: float = _SLICE_S,
         revive: Callable[[EngineId], Coroutine[Any, Any, on.EngineJoined]] | None = None,
+        durable_first: bool = False,
     ) -> None:
         """`slice_s`: longest stretch of draining; infinite where runs must repeat, since it is measured in real time.
 
         `step_limit_s`: seconds the trainer may owe an acknowledgement, or the weights of an acknowledged step.
 
         `revive` gets a lost engine back, and returns when it is; without it none comes back.
+
+        `durable_first`: no command is carried out, and no fold is told, before the journal has flushed the record. All
+        but what only concerns a rollout under way: its turns and its parking.
         """
         self.core = core
         self._engines = engines
@@ -119,6 +129,9 @@ class Driver:
         self._gates = gates
         self._runner = runner
         self._revive = revive
+        self._held: deque[_Decision] | None = deque() if durable_first else None
+        """What was decided and is not durable yet; None where that is not waited for."""
+        self._holds = asyncio.Event()
         self._ships: asyncio.Queue[do.ShipBatch] = asyncio.Queue()
         self._finish: asyncio.Future[do.FinishRun] = self._loop.create_future()
         self._failure: BaseException | None = None
@@ -178,6 +191,7 @@ class Driver:
                 for name, make in (
                     ("batch shipper", self._ship_batches),
                     ("policy watcher", self._watch_policy),
+                    *((("journal", partial(self._let_go, self._held)),) if self._held is not None else ()),
                     *self._background,
                 ):
                     self._set_beside(tasks.create_task(self._guarded(name, make), name=name))
@@ -202,22 +216,25 @@ class Driver:
             raise cause from cause.__cause__
         finally:
             self._trainer.close()
-            if self._failure is not None:
-                self._record_failure(self._failure)
-            await self._flush()
+            last = [] if self._failure is None else [_failed(self.clock(), self._failure)]
+            try:
+                for decision in last:
+                    self._journal.append(*decision)
+                await self._flush()
+            finally:
+                self._tell_last(last)
         return finish
 
-    def _record_failure(self, error: BaseException) -> None:
-        """The journal tells how this life ended, whatever becomes of the status file."""
-        text = said_by(error)
-        status: Literal["stopped", "failed"] = "stopped" if getattr(error, "is_stop", False) else "failed"
-        at, event, commands = self.clock(), on.RunFailed(text), (do.FinishRun(status, text),)
+    def _tell_last(self, last: Sequence[_Decision]) -> None:
+        """Tell the folds of a run that failed what they were not told yet."""
         try:
-            self._journal.append(at, event, commands)
-            for fold in self._folds:
-                fold.apply(at, event, commands)
+            for decision in (*(self._held or ()), *last):
+                for fold in self._folds:
+                    fold.apply(*decision)
         except Exception as failure:
-            error.add_note(f"and that it failed could not be recorded: {said_by(failure)}")
+            if self._failure is None:
+                raise
+            self._failure.add_note(f"and that it failed could not be told: {said_by(failure)}")
 
     def fail(self, error: BaseException) -> None:
         """End the run with this cause, unless it has ended: the first cause counts."""
@@ -260,10 +277,13 @@ class Driver:
                     self._journal.append(at, event, ())  # what ended the run is its last record
                     raise
                 self._journal.append(at, event, commands)
-                for fold in self._folds:
-                    fold.apply(at, event, commands)
-                for command in commands:
-                    perform[type(command)](command)
+                if self._held is None:
+                    for fold in self._folds:
+                        fold.apply(at, event, commands)
+                    for command in commands:
+                        perform[type(command)](command)
+                else:
+                    self._hold(self._held, (at, event, commands))
                 if perf_counter() > until and events:
                     self._inbox.reschedule()
                     return
@@ -271,6 +291,33 @@ class Driver:
             # The core refused an event, or a command could not be carried out: nobody can go on from here.
             events.clear()
             self.fail(error)
+
+    # ── durable first ──
+
+    def _hold(self, held: deque[_Decision], decision: _Decision) -> None:
+        held.append(decision)
+        self._holds.set()
+        for command in decision[2]:
+            # A rollout under way does not pay for the disk at each of its turns; nor could it end with a grant open.
+            if type(command) in _UNDER_WAY:
+                self._perform[type(command)](command)
+
+    async def _let_go(self, held: deque[_Decision]) -> None:
+        """Carry out in order what has become durable. One flush serves all that were decided before it."""
+        while True:
+            await self._holds.wait()
+            self._holds.clear()
+            count = len(held)
+            await self._journal.flush()
+            for _ in range(count):
+                at, event, commands = held.popleft()
+                for fold in self._folds:
+                    fold.apply(at, event, commands)
+                for command in commands:
+                    if type(command) not in _UNDER_WAY:
+                        self._perform[type(command)](command)
+            if held:
+                self._holds.set()
 
     # ── commands ──
 
@@ -395,6 +442,13 @@ class Driver:
             if published.version is not None:
                 self._trainer.published(published.version)
                 self._inbox.post(on.PolicyPublished(published.version, published.path))
+
+
+def _failed(at: float, error: BaseException) -> _Decision:
+    """The journal's last word on a life that an error ended, whatever becomes of the status file."""
+    text = said_by(error)
+    status: Literal["stopped", "failed"] = "stopped" if getattr(error, "is_stop", False) else "failed"
+    return at, on.RunFailed(text), (do.FinishRun(status, text),)
 
 
 def _hangs(error: PacelineError) -> bool:

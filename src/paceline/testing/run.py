@@ -142,13 +142,14 @@ def run_driver(
     journal: MemoryJournal | None = None,
     during: Callable[[Controls], None] | None = None,
     watch: bool = True,
+    durable_first: bool = False,
     max_seconds: float = 100_000.0,
 ) -> DriverRun:
     """Run to the end and check that it was a clean one. Raises what ended the run, if that was an error.
 
     `environments` by name serve the train and the eval sections of that name. `engines` and `trainer` may be made on
     the running loop. `during` is called before the first event. `poll_s` 0 reads no loads. `watch`: whether
-    `Invariants` looks at every decision. TimeoutError when the run is not over after `max_seconds`.
+    `Invariants` looks at every decision, which it cannot where it is told of them late (`durable_first`). TimeoutError when the run is not over after `max_seconds`.
     """
     lost: list[str] = []
 
@@ -194,7 +195,10 @@ def run_driver(
             offload=Inline(),
             revive=lambda engine: made[engine].revive(),
             slice_s=inf,
-            folds=[_Watched(setup, core, made, resumed=state is not None)] if watch else [],
+            folds=[_Watched(setup, core, made, resumed=state is not None)]
+            if watch and not durable_first
+            else [],
+            durable_first=durable_first,
         )
         if poll_s:
             for engine in made.values():

@@ -1,0 +1,92 @@
+"""What a run takes of its disk, by what it is."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+from paceline.journal.files import FOLDERS
+from paceline.transport.layout import BATCHES, WEIGHTS
+
+_PARTS = {
+    FOLDERS["log"]: "events",
+    FOLDERS["rollouts"]: "tokens",
+    BATCHES: "batches",
+    WEIGHTS: "weights",
+    "checkpoints": "checkpoints",
+}
+_EVERY_S = 10.0
+
+
+class DiskUse(NamedTuple):
+    """Bytes."""
+
+    parts: dict[str, int]
+    """Of the run directory, by what it is; all the rest is `other`."""
+    free: int
+    """Of the file system that it is on."""
+
+    def __str__(self) -> str:
+        told = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in self.parts.items() if nbytes)
+        return f"{_size(sum(self.parts.values()))} ({told}), {_size(self.free)} free"
+
+    def bytes(self) -> dict[str, int]:
+        """All of it by name."""
+        return {**self.parts, "free": self.free}
+
+
+def disk_use(run_dir: Path) -> DiskUse:
+    """Look at every file of a run directory. What vanishes meanwhile does not count. OSError when there is none."""
+    parts = dict.fromkeys((*_PARTS.values(), "other"), 0)
+    with os.scandir(run_dir) as entries:
+        for entry in entries:
+            parts[_PARTS.get(entry.name, "other")] += _bytes_of(entry)
+    return DiskUse(parts, shutil.disk_usage(run_dir).free)
+
+
+def _bytes_of(entry: os.DirEntry[str]) -> int:
+    try:
+        if not entry.is_dir(follow_symlinks=False):
+            return entry.stat(follow_symlinks=False).st_size
+        with os.scandir(entry) as entries:
+            return sum(map(_bytes_of, entries))
+    except FileNotFoundError:
+        return 0
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} TB"
+
+
+class DiskMeter:
+    """Looks now and then, off the loop: a file server may take its time over it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self.latest: DiskUse | None = None
+
+    async def run(self) -> None:
+        """Never ends by itself."""
+        while True:
+            try:
+                self.latest = await asyncio.to_thread(disk_use, self._run_dir)
+            except OSError:
+                self.latest = None  # whoever has to write there will say what is wrong
+            await asyncio.sleep(_EVERY_S)
+
+    def values(self) -> dict[str, float]:
+        """The latest as metrics; none before the first."""
+        return {} if self.latest is None else {f"disk/{k}": n for k, n in self.latest.bytes().items()}
+
+    def line(self) -> str:
+        """The latest in a few words; empty before the first."""
+        if self.latest is None:
+            return ""
+        return f"{_size(sum(self.latest.parts.values()))}, {_size(self.latest.free)} free"

@@ -1,0 +1,93 @@
+"""Files of frames as they are written: numbered, begun anew when one is full or in doubt."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+from paceline.journal.files import file_numbers, file_path
+from paceline.journal.frames import FileHeader, FileKind, file_start, frame
+
+
+class Output:
+    """Numbered files of frames in one folder; the next is begun when one is full, or when one failed."""
+
+    def __init__(self, root: Path, kind: FileKind, run_id: str, full: int, follows: int) -> None:
+        """`full`: bytes after which the next file is begun. `follows`: the first number that is not there yet."""
+        self._root = root
+        self._kind: FileKind = kind
+        self._run_id = run_id
+        self._full = full
+        self._file: BinaryIO | None = None
+        self._size = 0
+        self._dirty = False
+        self._follows = follows
+        self._last_seq = follows - 1
+        self.written = 0
+        """Bytes, over all files."""
+        self.begun = 0
+        """Files, by this process."""
+
+    def write(self, kind: int, first_seq: int, last_seq: int, payload: bytes) -> None:
+        file = self._file if self._file is not None and self._size < self._full else self._begin(first_seq)
+        self._put(file, frame(kind, first_seq, last_seq, payload))
+        self._last_seq = last_seq
+        self._dirty = True
+
+    def flush(self) -> None:
+        if self._file is not None and self._dirty:
+            os.fsync(self._file.fileno())
+            self._dirty = False
+            self._follows = self._last_seq + 1
+
+    def abandon(self) -> None:
+        """Write no more to this file; what it holds since the last flush is in doubt."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+        self._file = None
+        self._dirty = False
+
+    def _begin(self, first_seq: int) -> BinaryIO:
+        if self._file is not None:
+            self.flush()
+            self._file.close()
+            self._file = None
+        number = max(file_numbers(self._root, self._kind), default=0) + 1
+        header = FileHeader(
+            run_id=self._run_id,
+            kind=self._kind,
+            number=number,
+            first_seq=first_seq,
+            follows=self._follows,
+        )
+        path = file_path(self._root, self._kind, number)
+        file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed by _begin or abandon
+        self._file = file
+        self._size = 0
+        try:
+            self._put(file, file_start(header))
+            os.fsync(file.fileno())
+        except OSError:
+            # A file without a whole header is no journal file. It must not be there for a reader to trip over.
+            self.abandon()
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+        self.begun += 1
+        return file
+
+    def _put(self, file: BinaryIO, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            count = file.write(view)
+            self._size += count
+            self.written += count
+            view = view[count:]
