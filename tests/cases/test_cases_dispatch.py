@@ -219,6 +219,7 @@ def test_s49_every_ending_gives_its_place_back_on_its_engine() -> None:
         engine = world.core.fleet.place(None)
         assert engine is not None
         engine.in_flight += 1
+        engine.touch()
         placed.append(engine.id)
     assert (placed.count("e0"), placed.count("e1")) == (5, 5)
 

@@ -95,6 +95,7 @@ def one_of_each() -> list[tuple[e.Event, tuple[c.Command, ...]]]:
             (
                 c.NoteCap("e0", 12, "preemptions"),
                 c.NoteDead("a", 32, "32 groups in a row"),
+                c.NoteOutage("a", True, "env 'a' is out"),
                 c.ParkRollout(ids[0], "over the cap"),
             ),
         ),

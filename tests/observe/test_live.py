@@ -12,7 +12,7 @@ from observe.told import Told
 from observe.worlds import EnvShape, Shape, World, sample
 from paceline.domain import events as on
 from paceline.domain.batch import Batch
-from paceline.domain.commands import FinishRun, NoteDead, ShipBatch
+from paceline.domain.commands import FinishRun, NoteDead, NoteOutage, ShipBatch
 from paceline.domain.ids import RolloutId
 from paceline.domain.rollout import Outcome, Rollout
 from paceline.domain.task import TaskRef
@@ -184,6 +184,22 @@ def test_dead_groups_are_told_in_the_panel_and_in_the_lines_until_one_trains() -
     plain.close()
     assert "warning: 32 groups" in out.getvalue()
     assert "do this" in out.getvalue()
+
+
+def test_an_outage_is_told_in_the_panel_and_in_the_lines_until_it_is_over() -> None:
+    folds, out = RunFolds(live=True), io.StringIO()
+    console = Console(file=io.StringIO(), force_terminal=True, width=110)
+    view, plain = LiveView(folds, console, max_steps=8), PlainView(folds, out, max_steps=8)
+    for each in (view, plain):
+        each.decided(100.0, on.TimerFired(), [NoteOutage("mine", True, "env 'mine' is out: 503")])
+    assert "env 'mine' is out: 503" in drawn(view)
+    for each in (view, plain):
+        each.decided(200.0, on.TimerFired(), [NoteOutage("mine", False, "env 'mine' is back after 100 s")])
+    assert "503" not in drawn(view)
+    view.close()
+    plain.close()
+    assert "warning: env 'mine' is out: 503" in out.getvalue()
+    assert "env 'mine' is back after 100 s" in out.getvalue()
 
 
 def test_a_step_that_was_shipped_and_not_trained_is_told_as_that() -> None:

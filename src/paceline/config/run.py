@@ -38,6 +38,9 @@ class RunSection(Section):
     """Seeds task order, mixing, group states and sampling noise."""
     max_steps: int = Field(default=100, ge=1)
     """Optimizer steps; the run ends when the last one's weights are in."""
+    outage_s: float = Field(default=3600.0, ge=0)
+    """Seconds that all training environments may be out (their rollouts fail with the cause `infrastructure`, and now
+    and then one is tried) before the run ends."""
     drain_s: float = Field(default=8.0, gt=0)
     """Seconds that everything, the trainer's last checkpoint included, may take to stop after Ctrl-C or SIGTERM; what
     takes longer is abandoned."""

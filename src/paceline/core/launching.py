@@ -10,6 +10,7 @@ from collections import deque
 
 from paceline.core.accounting import Account
 from paceline.core.admission import Admission
+from paceline.core.breaker import Breakers
 from paceline.core.curriculum import Curriculum
 from paceline.core.fleet import EngineState, Fleet
 from paceline.core.flights import Flight, Flights
@@ -59,6 +60,7 @@ class Launcher:
         self.pacing = Pacing(
             setup.lag, setup.target_rollouts, setup.target_tokens, tokens_guess=max(1, setup.seq_len // 2)
         )
+        self.breakers = Breakers(len(setup.train), setup.outage_s)
         self.next_group: GroupId = 0
         self.owing = 0
         """Open train groups with members to start."""
@@ -294,16 +296,22 @@ class Launcher:
         most = self._most.get(env)
         if most is not None and self._flights.of_env.get(env, 0) >= most:
             return False  # the end of one of them asks again
+        if not self.breakers.allows(env, self._out.now):
+            if (at := self.breakers.next_at(env)) is not None:
+                self._ask_again(at, f"env {env!r} is out: one rollout is tried then")
+            return False
         rate = self._rates.get(env)
         if rate is None or rate.free(self._out.now):
             return True
-        at = rate.next_at(self._out.now)
+        self._ask_again(rate.next_at(self._out.now), f"env {env!r} may start its next rollout then")
+        return False
+
+    def _ask_again(self, at: float, reason: str) -> None:
         # One alarm is enough: what it cannot start yet asks again. Without the test, two limited environments would
         # set two alarms at each alarm.
         alarm = self._out.next_alarm
         if alarm is None or at < alarm:
-            self._out.wake_at(at, f"env {env!r} may start its next rollout then")
-        return False
+            self._out.wake_at(at, reason)
 
     def _open(self, task: TaskRef, cut: int) -> OpenGroup:
         """Open a train group and take its places."""
@@ -359,6 +367,8 @@ class Launcher:
         task = group.task
         account = self._account.of(task.split, task.env)
         self._account.launched(account)
+        if task.split == "train":
+            self.breakers.started(rollout, task.env)
         flight = Flight(rollout, task, engine.id, self._out.now, account)
         engine.add(flight)
         self._flights.add(flight)

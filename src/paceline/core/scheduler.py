@@ -218,6 +218,8 @@ class Core:
             return True
         if self._ordered is not None:
             self._ordered.left(flight)
+        if (note := self.launcher.breakers.ended(rollout, self._out.now)) is not None:
+            self._out.say(note)
         if self._may_retry(rollout):
             flight.account.move("in_flight", "failed", flight.sampled)
             limit = self._specs[rollout.task.env].max_attempts

@@ -59,6 +59,8 @@ class CoreSetup(msgspec.Struct, frozen=True):
     short_last: bool
     dead_group_limit: int
     checkpoint_every: int
+    outage_s: float = 3600.0
+    """Seconds that all training environments may be out before the run ends."""
     engine_wait_s: float = 0.0
     """Seconds without any engine before the run ends; they may come back meanwhile."""
     park: bool = True
@@ -143,6 +145,7 @@ def core_setup(
         seq_len=config.batch.seq_len,
         short_last=config.batch.short_last == "ship",
         dead_group_limit=config.batch.dead_group_limit,
+        outage_s=config.run.outage_s,
         checkpoint_every=config.checkpoint.every,
         engine_wait_s=config.engine.lost_s,
         park=config.admission.park,

@@ -90,6 +90,14 @@ class NoteDead(msgspec.Struct, frozen=True, gc=False, tag=True):
     """Of how many groups, why, what to change, and whether the run is going to end for it."""
 
 
+class NoteOutage(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """An environment is out, still out after a probe, or back. Nothing to perform, and not answered."""
+
+    env: EnvName
+    out: bool
+    reason: str
+
+
 class ProcessGroup(msgspec.Struct, frozen=True, gc=False, tag=True):
     """Turn a closed group into samples with advantages, off the loop. Answered by `GroupProcessed`."""
 
@@ -261,6 +269,7 @@ Command: TypeAlias = (
     | ResumeRollout
     | NoteCap
     | NoteDead
+    | NoteOutage
     | ProcessGroup
     | UpdateWeights
     | ReviveEngine

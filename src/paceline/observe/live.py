@@ -21,7 +21,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from paceline.domain.commands import Command, FinishRun, NoteDead, ShipBatch
+from paceline.domain.commands import Command, FinishRun, NoteDead, NoteOutage, ShipBatch
 from paceline.domain.events import (
     CheckpointSaved,
     EngineJoined,
@@ -114,6 +114,9 @@ class PlainView:
                     else f"env {command.env!r}: {command.reason}"
                 )
                 self._line(self._time.at(at), told, whole=True)
+            elif type(command) is NoteOutage:
+                told = f"warning: {command.reason}" if command.out else command.reason
+                self._line(self._time.at(at), told, whole=True)
             elif type(command) is FinishRun:
                 self._line(self._time.at(at), f"{command.status}: {command.reason}")
 
@@ -179,6 +182,7 @@ class LiveView:
         self._time = _Elapsed(folds, clock)
         self._phase = "starting"
         self._warnings: dict[EnvName, str] = {}
+        self._outages: dict[EnvName, str] = {}
         self._events: deque[str] = deque(maxlen=5)
         self._news = News()
         self._next = 0.0
@@ -202,6 +206,10 @@ class LiveView:
                 self._warnings.pop(command.env, None)
                 if command.groups:
                     self._warnings[command.env] = command.reason
+            elif type(command) is NoteOutage:
+                self._outages.pop(command.env, None)
+                if command.out:
+                    self._outages[command.env] = command.reason
         ends = bool(commands) and type(commands[-1]) is FinishRun
         if ends:
             self._time.stop()
@@ -250,7 +258,7 @@ class LiveView:
                 env: tuple(row.values[name] for row in spread(steps) if name in row.values)
                 for env, name in rewards.items()
             },
-            warnings=tuple(self._warnings.values()),
+            warnings=(*self._outages.values(), *self._warnings.values()),
             held_out=held_out,
             values=last.values if last else {},
             in_flight=(folds.lives.in_flight["train"], folds.lives.in_flight["eval"]),

@@ -148,6 +148,7 @@ class Driver:
             do.ResumeRollout: _seen_by_folds,
             do.NoteCap: _seen_by_folds,
             do.NoteDead: _seen_by_folds,
+            do.NoteOutage: _seen_by_folds,
             do.ProcessGroup: self._process_group,
             do.UpdateWeights: self._update_weights,
             do.ReviveEngine: self._revive_engine,

@@ -476,6 +476,9 @@ class World:
     def _do_NoteRetry(self, command: do.NoteRetry) -> None:
         pass
 
+    def _do_NoteOutage(self, command: do.NoteOutage) -> None:
+        pass
+
     def _do_NoteDead(self, command: do.NoteDead) -> None:
         pass
 
