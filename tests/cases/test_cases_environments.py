@@ -67,15 +67,56 @@ def test_s07_an_eval_that_runs_whole_and_is_larger_than_the_cap_is_measured() ->
     assert {report.rollouts for report in world.evals} == {12}
 
 
-def test_members_of_a_whole_group_are_not_tried_again_one_by_one() -> None:
-    setup = whole(setup_for(train_env(group_size=2, max_attempts=3), batch=4, max_steps=2), ("train", "env"))
+def by_attempt(world: Trace) -> dict[int, dict[int, int]]:
+    """Members started, by group and attempt."""
+    started: dict[int, dict[int, int]] = {}
+    for command in world.launched:
+        attempts = started.setdefault(command.rollout.group, {})
+        attempts[command.rollout.attempt] = attempts.get(command.rollout.attempt, 0) + 1
+    return started
+
+
+def test_a_whole_group_that_loses_a_member_is_tried_again_as_a_whole_and_only_so_often() -> None:
+    setup = whole(setup_for(train_env(group_size=3, max_attempts=3), batch=6, max_steps=3), ("train", "env"))
 
     def plan(rollout: object, task: object) -> Plan:
-        group, member, _attempt = rollout  # type: ignore[misc]
-        return Plan(outcome=LOST) if group == 0 and member == 0 else Plan(reward=float(member))
+        group, member, attempt = rollout  # type: ignore[misc]
+        lost = member == 1 and (group == 0 or (group == 2 and attempt == 0))
+        return Plan(outcome=LOST) if lost else Plan(reward=float(member))
+
+    driven = World(setup, Script(plan=plan), cap=5, watch=Invariants())
+    world = driven.run()
+    started = by_attempt(world)
+    assert started[0] == {0: 3, 1: 3, 2: 3}  # at most three attempts, of all its members
+    assert started[1] == {0: 3}
+    assert started[2] == {0: 3, 1: 3}
+    for _, groups in in_flight(world):  # and none of them alone
+        assert all(members in (1, 2, 3) for members in groups.values())
+    for _, _, commands in world.journal:
+        begun = [c.rollout for c in commands if isinstance(c, do.StartRollout)]
+        assert len({r[::2] for r in begun}) * 3 == len(begun)
+    retried = [c for _, _, commands in world.journal for c in commands if isinstance(c, do.NoteRetry)]
+    assert len(retried) == 9
+    assert {"infrastructure (member 1)" in c.reason for c in retried} == {True}
+    shipped = {sample.rollout for batch in world.batches for sample in batch.samples}
+    assert {r.attempt for r in shipped if r.group == 2} == {1}
+    driven.core.account.check()
+    # What was tried again, and the member of group 0 that was lost for good.
+    assert driven.core.account.of("train", "env").rollouts["failed"] == 9 + 1
+
+
+def test_a_whole_group_that_the_run_itself_cut_short_is_not_tried_again() -> None:
+    setup = whole(setup_for(train_env(group_size=2, max_attempts=3), batch=2, max_steps=1), ("train", "env"))
+
+    def plan(rollout: object, task: object) -> Plan:
+        group, member, _ = rollout  # type: ignore[misc]
+        if group == 1:
+            outcome = LOST if member else Outcome("cancelled", "stale", "too old")
+            return Plan(outcome=outcome)
+        return Plan(reward=float(member), turns=((0.0, 9.0),))
 
     world = World(setup, Script(plan=plan), cap=4).run()
-    assert {c.rollout.attempt for c in world.launched} == {0}
+    assert by_attempt(world)[1] == {0: 2}
 
 
 def limited(spec: TrainSpec, most: int) -> TrainSpec:

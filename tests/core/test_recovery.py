@@ -28,6 +28,8 @@ def wild(seed: int, **options: Any) -> World:
         checkpoint_every=3,
         evals=[EvalSection(id="e", name="held", examples=2, k=2, every=3)],
     )
+    if seed % 3 == 2:  # one of the two runs its groups in one call
+        setup = msgspec.structs.replace(setup, whole_groups=frozenset({("train", "a")}))
     return World(setup, chaos(seed), engines=2, cap=7, **options)
 
 
@@ -51,6 +53,10 @@ def normal(state: dict[str, Any]) -> dict[str, Any]:
     # Evals take group numbers before they start, and a number that nobody has seen may be given again.
     for name in ("admission", "shipping", "next_group"):
         plain.pop(name, None)
+    # Of a group that waited for room to start whole, the journal knows from its first start on.
+    for group in (*plain["groups"], *plain["processing"]):
+        if group["task"][0] == "a":
+            group["since"] = group["step"] = 0
     plain["plan"] = {env: version for env, version in plain["plan"].items() if version >= 0}
     curriculum = plain["curriculum"]
     # What a mix and a sampler have learnt is that of the newest checkpoint, like what admission has.
@@ -76,7 +82,11 @@ def test_the_fold_over_the_journal_is_the_core_at_every_record(seed: int) -> Non
     def watch(world: World, event: Any, commands: Any) -> None:
         draining = world.core._draining is not None
         sparse = len(snapshots) % 7 and len(snapshots) > 40
-        snapshots.append(None if draining or sparse else normal(world.core.snapshot()))
+        # A group that waits for room to start whole is in no record: after a restart its task is drawn again.
+        unknown = any(
+            not group.launched for group in world.core.groups.groups() if group.task.split == "train"
+        )
+        snapshots.append(None if draining or sparse or unknown else normal(world.core.snapshot()))
 
     world = wild(seed, watch=watch)
     world.at(25.0, lambda: world.lose("e0"))

@@ -133,6 +133,16 @@ class OpenGroup(GroupState[Rollout]):
     def unlaunched(self) -> int:
         return self.size - self.launched - self.closed_unlaunched
 
+    @property
+    def owed(self) -> int:
+        """Members that have not ended their last attempt."""
+        return self.size - self.closed_unlaunched - self.left - len(self.arrived)
+
+    @property
+    def awaits_one(self) -> bool:
+        """Whether the next end of a last attempt closes it."""
+        return self.owed == 1
+
     def next_member(self) -> RolloutId:
         """The attempt to start next: a retry first, it has waited longest."""
         if self.retries:
@@ -231,10 +241,9 @@ class GroupLedger:
         return given_up, self._close_if_whole(group)
 
     def _close_if_whole(self, group: OpenGroup) -> ClosedGroup | None:
-        owed = group.size - group.closed_unlaunched - group.left - len(group.arrived)
-        if owed < 0:
-            raise InvariantError(f"group {group.id} of {group.size} settled {-owed} members too many")
-        if owed:
+        if group.owed < 0:
+            raise InvariantError(f"group {group.id} of {group.size} settled {-group.owed} members too many")
+        if group.owed:
             return None
         del self._open[group.id]
         if self._moved:

@@ -229,7 +229,7 @@ class Launcher:
         """Whether a group may start its next member with `free` permits. One that runs whole starts with all of its
         members or waits, and nothing else is started before it; one that is larger than all permits together waits
         until nothing runs, and then runs alone: a wait for more permits than there are would never end."""
-        if not self._is_whole(group) or group.launched or free >= group.size:
+        if not self._is_whole(group) or free >= len(group.retries) + group.unlaunched:
             return True
         return not len(self._flights)
 

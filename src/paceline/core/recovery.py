@@ -131,6 +131,7 @@ class Recovery:
             do.StartRollout: self._start,
             do.ProcessGroup: self._process,
             do.ShipBatch: self._ship,
+            do.NoteRetry: self._retried,
             do.NoteStale: self._stale,
             do.NoteDiscarded: self._discarded,
             do.PutOff: self._put_off,
@@ -230,6 +231,15 @@ class Recovery:
             group.tokens[rollout.id] = sampled
             if rollout.outcome.cause == "deferred" and rollout.outcome.ending == "cancelled":
                 group.places -= 1
+
+    def _retried(self, command: do.NoteRetry) -> None:
+        """A member that had ended, and is tried again with the others of a group that runs in one call."""
+        group = self._group_of(command.rollout)
+        if group is not None and command.rollout in group.arrived:
+            group.arrived.remove(command.rollout)
+            group.retries.append(command.rollout)
+            account = self._account_of(group.task)
+            account.move("grouped", "failed", group.tokens.pop(command.rollout))
 
     def _process(self, command: do.ProcessGroup) -> None:
         group = self._groups.pop(command.group.id)

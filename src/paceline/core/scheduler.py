@@ -229,6 +229,8 @@ class Core:
         group.tokens[rollout.id] = flight.sampled
         if rollout.outcome.cause == "deferred" and rollout.outcome.ending == "cancelled":
             self.give_place(group)  # it comes back with another group
+        if self._retried_whole(group, rollout):
+            return True
         self._process(group, self.groups.settle(rollout))
         if self._hears_endings is not None:
             self._hears_endings.rollout_ended(flight, rollout, group)
@@ -339,10 +341,39 @@ class Core:
     def _may_retry(self, rollout: Rollout) -> bool:
         if self._draining is not None or rollout.outcome.ending != "failed":
             return False
-        if (rollout.task.split, rollout.task.env) in self.setup.whole_groups:
+        if self._runs_whole(rollout.task):
             return False  # its members run together, in one call: none can be tried again by itself
         limit = self._specs[rollout.task.env].max_attempts
         return rollout.outcome.cause in _RETRIED and rollout.id.attempt + 1 < limit
+
+    def _runs_whole(self, task: TaskRef) -> bool:
+        return (task.split, task.env) in self.setup.whole_groups
+
+    def _retried_whole(self, group: OpenGroup, last: Rollout) -> bool:
+        """Members of a group that runs in one call end together; the last of them says whether all are tried again."""
+        if not self._runs_whole(last.task) or self._draining is not None or not group.awaits_one:
+            return False
+        members = [last, *group.arrived]
+        lost = [m for m in members if m.outcome.ending == "failed" and m.outcome.cause in _RETRIED]
+        limit = self._specs[last.task.env].max_attempts
+        if not lost or last.id.attempt + 1 >= limit:
+            return False
+        if any(m.outcome.ending == "cancelled" and m.outcome.cause != "self" for m in members):
+            return False  # we wanted it to end
+        why = f"{lost[0].outcome.cause} (member {lost[0].id.member}); the group runs in one call: at most {limit} attempts"
+        self._try_all_again(group, members, why)
+        return True
+
+    def _try_all_again(self, group: OpenGroup, members: list[Rollout], why: str) -> None:
+        """All members of a group that runs in one call get another attempt; this one brings nothing."""
+        account = self.account.of("train", group.task.env)
+        for member in members:
+            account.move("grouped", "failed", group.tokens.pop(member.id))
+        group.arrived.clear()
+        self.launcher.try_again(group)
+        for member in members:
+            group.retries.append(member)
+            self._out.say(do.NoteRetry(member.id, why))
 
     def _try_again(self, group: OpenGroup, rollout: Rollout, why: str) -> None:
         self.launcher.try_again(group)
@@ -355,16 +386,19 @@ class Core:
         if rollout.task.split == "eval":
             flight.account.move("in_flight", "eval", flight.sampled)
             return
-        if (rollout.task.split, rollout.task.env) in self.setup.whole_groups and self.groups.has(rollout.id):
-            # Its members ran in one call: none can be tried again by itself.
+        why = "restart: it is not counted as an attempt"
+        if self._runs_whole(rollout.task) and self.groups.has(rollout.id):
+            # Its members ran in one call: none can be tried again by itself, and the last one takes the others along.
             group = self.groups.of(rollout.id)
             flight.account.move("in_flight", "grouped", flight.sampled)
             group.tokens[rollout.id] = flight.sampled
-            self._process(group, self.groups.settle(rollout))
+            if group.awaits_one:
+                self._try_all_again(group, [rollout, *group.arrived], why)
+            else:
+                group.arrived.append(rollout)
             return
         flight.account.move("in_flight", "failed", flight.sampled)
         if self.groups.has(rollout.id):
-            why = "restart: it is not counted as an attempt"
             self._try_again(self.groups.of(rollout.id), rollout, why)
 
     def _process(self, group: OpenGroup, closed: ClosedGroup | None) -> None:

@@ -180,8 +180,8 @@ class Lives(Fold):
             life.group = before.group
         self._groups.setdefault(life.group, []).append(life)
         if before is not None:
-            # The core retries a member only after its attempt has ended, so that attempt's word is its ending.
-            self._verdict(at, before, _fate_of_ending(before))
+            # However it ended: of a group that runs in one call, what ended well is tried again with what did not.
+            self._verdict(at, before, "failed")
         self.in_flight[life.split] += 1
         self.tally(life.env, life.split).launched += 1
         for watcher in self._watchers:

@@ -79,6 +79,11 @@ class Storm:
         self.cap = self.random.randint(2, 10)
         self.controller = self.random.choice(("fixed", "fixed", "adaptive", "predictive"))
         self.policy = self.random.choice(("overlap", "overlap", "overprovision", "synchronous"))
+        # A group that is larger than the cap runs over it, and overprovision stops members one by one.
+        fits = self.controller == "fixed" and self.cap >= max(spec.group_size for spec in self.setup.train)
+        if seed % 2 and fits and self.policy != "overprovision":
+            whole = frozenset([("train", spec.name) for spec in self.setup.train])
+            self.setup = msgspec.structs.replace(self.setup, whole_groups=whole)
         self.records: list[Record] = []
         self.rollouts: dict[RolloutId, Rollout] = {}
         """The rollout store."""
