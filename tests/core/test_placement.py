@@ -9,12 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.admission import Admission, FixedCap
-from paceline.core.fleet import Fleet
+from paceline.core.fleet import EngineState, Fleet
+from paceline.core.groups import OpenGroup
 from paceline.core.placement import ENOUGH, Placement
 from paceline.domain import commands as do
 from paceline.domain.events import EngineJoined
 from paceline.domain.ids import GroupId
 from paceline.domain.load import EngineInfo
+from paceline.domain.task import TaskRef
 from paceline.testing.closed_loop import AgentPlan, ClosedLoop
 
 
@@ -51,29 +53,34 @@ def test_a_prefill_is_never_reckoned_dearer_than_the_fastest_call_nor_cheaper_th
     assert placement.prefill_s("e0", "env", token_s=2e-3) == 2.0, "who knows better is believed"
 
 
+def waits(placement: Placement, here: str, there: str, env: str, now: float) -> bool:
+    prefill_s = placement.prefill_s(there, env)
+    return prefill_s is not None and placement.frees_within(here, prefill_s, now)
+
+
 def test_a_member_waits_where_a_permit_comes_sooner_than_a_prefill_elsewhere_would_take() -> None:
     now = 19 * 0.5
-    assert told(gap_s=0.5, token_s=1e-3, prompt=1000).waits("e0", "e1", "env", now)
-    assert not told(gap_s=0.5, token_s=1e-3, prompt=400).waits("e0", "e1", "env", now)
-    assert not told(gap_s=2.0, token_s=1e-3, prompt=1000).waits("e0", "e1", "env", 19 * 2.0)
+    assert waits(told(gap_s=0.5, token_s=1e-3, prompt=1000), "e0", "e1", "env", now)
+    assert not waits(told(gap_s=0.5, token_s=1e-3, prompt=400), "e0", "e1", "env", now)
+    assert not waits(told(gap_s=2.0, token_s=1e-3, prompt=1000), "e0", "e1", "env", 19 * 2.0)
 
 
 def test_an_engine_where_nothing_ends_any_more_is_not_waited_for() -> None:
     placement = told(gap_s=0.5, token_s=1e-3, prompt=1000)
     last = 19 * 0.5
-    assert placement.waits("e0", "e1", "env", last + 0.9)
-    assert not placement.waits("e0", "e1", "env", last + 1.1)
+    assert waits(placement, "e0", "e1", "env", last + 0.9)
+    assert not waits(placement, "e0", "e1", "env", last + 1.1)
 
 
 def test_nobody_waits_on_what_is_not_known() -> None:
     placement = told(gap_s=0.5, token_s=1e-3, prompt=1000)
-    assert not placement.waits("e2", "e1", "env", 10.0), "nothing has ended there"
-    assert not placement.waits("e0", "e2", "env", 9.5), "no call has come back from there"
-    assert not placement.waits("e0", "e1", "other", 9.5), "its prompts are not known"
+    assert not waits(placement, "e2", "e1", "env", 10.0), "nothing has ended there"
+    assert not waits(placement, "e0", "e2", "env", 9.5), "no call has come back from there"
+    assert not waits(placement, "e0", "e1", "other", 9.5), "its prompts are not known"
     fresh = Placement()
     for n in range(ENOUGH - 1):
         fresh.freed("e0", float(n))
-    assert fresh.wait_s("e0", 3.0) is None
+    assert not fresh.frees_within("e0", 100.0, 3.0)
 
 
 def test_only_a_full_engine_that_is_in_use_is_waited_for() -> None:
@@ -83,14 +90,25 @@ def test_only_a_full_engine_that_is_in_use_is_waited_for() -> None:
     ]
     fleet.placement = told(gap_s=0.5, token_s=1e-3, prompt=1000)
     now = 19 * 0.5
-    assert not fleet.is_worth_waiting_for("e0", "env", now), "it has room"
-    engines[0].in_flight = 2
-    assert fleet.is_worth_waiting_for("e0", "env", now)
-    engines[1].in_flight = 2
-    assert not fleet.is_worth_waiting_for("e0", "env", now), "no other has room: there is nothing to weigh"
-    engines[1].in_flight = 0
+    here, fresh = (OpenGroup(number, TaskRef("env", "train", number), 4, 0) for number in range(2))
+    here.engine = "e0"
+
+    def first() -> OpenGroup | None:
+        return fleet.first_to_go([here, fresh], "env", now)
+
+    def hold(engine: EngineState, rollouts: int) -> None:
+        engine.in_flight = rollouts
+        engine.touch()
+
+    assert first() is here, "its engine has room"
+    hold(engines[0], 2)
+    assert first() is fresh, "it waits, and who is bound to no engine goes"
+    assert fleet.first_to_go([here], "env", now) is None
+    hold(engines[1], 2)
+    assert first() is here, "no other has room: there is nothing to weigh"
+    hold(engines[1], 0)
     fleet.taken_out(engines[0], "gone")
-    assert not fleet.is_worth_waiting_for("e0", "env", now)
+    assert first() is here
 
 
 class _Seen(ClosedLoop):
@@ -133,7 +151,7 @@ def test_groups_with_long_prompts_stay_together_and_no_permit_stands_idle_for_it
     loop = _Seen(admission, 12_000)
     loop.run(120.0)
     assert loop.most == 28
-    monkeypatch.setattr(Placement, "waits", lambda *_: False)
+    monkeypatch.setattr(Placement, "frees_within", lambda *_: False)
     at_once = _Seen(FixedCap(14), 12_000)
     at_once.run(120.0)
     assert loop.split() < 0.6 * at_once.split()

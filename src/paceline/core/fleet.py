@@ -6,10 +6,12 @@ its gate; they are let through, oldest rollout first, when it is done.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
 
 from paceline.core.admission import Admission
 from paceline.core.flights import Flight
+from paceline.core.groups import OpenGroup
 from paceline.core.placement import Placement
 from paceline.domain.events import EngineJoined, WeightsLoaded
 from paceline.domain.ids import EngineId, EnvName, RolloutId, Version
@@ -207,10 +209,13 @@ class Fleet:
         "path",
         "placement",
         "several",
+        "stopped",
     )
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
+        self.stopped = ""
+        """Why nothing may start, and no call begin, on any engine (`RunHeld`); empty when they may."""
         self._engines: dict[EngineId, EngineState] = {}
         self._free = 0
         """Sum of the engines' room."""
@@ -246,6 +251,8 @@ class Fleet:
 
     def free(self) -> int:
         """Permits left over all usable engines."""
+        if self.stopped:
+            return 0
         if self._stale:
             self._look_again()
         return self._free
@@ -286,17 +293,22 @@ class Fleet:
             heappop(roomy)
         return None
 
-    def is_worth_waiting_for(self, preferred: EngineId, env: EnvName, now: float) -> bool:
-        """Whether a member of a group on `preferred` should wait for a permit there although others have one."""
-        if not self.several:
-            return False
-        here = self._engines.get(preferred)
-        if here is None or not here.usable or self._admission.room(preferred, here.active) > 0:
-            return False
-        there = self.place(None)
-        if there is None:
-            return False
-        return self.placement.waits(preferred, there.id, env, now, self._admission.prefill_s(there.id))
+    def first_to_go(self, groups: Iterable[OpenGroup], env: EnvName, now: float) -> OpenGroup | None:
+        """The first of these groups of `env` that had not better wait for a permit on its own engine."""
+        there = self.place(None) if self.several else None
+        prefill_s = None
+        if there is not None:
+            prefill_s = self.placement.prefill_s(there.id, env, self._admission.prefill_s(there.id))
+        if there is None or prefill_s is None:
+            return next(iter(groups), None)  # there is no choice, or nothing to choose by
+        engines, frees_within = self._engines, self.placement.frees_within
+        for group in groups:
+            if group.engine is None:
+                return group
+            here = engines.get(group.engine)
+            if here is None or here.room or not here.usable or not frees_within(here.id, prefill_s, now):
+                return group
+        return None
 
     def place_anyway(self) -> EngineState | None:
         """The usable engine that holds fewest rollouts, room or not; None when none is usable."""
@@ -360,7 +372,7 @@ class Fleet:
 
     def gate_open(self, engine: EngineState) -> bool:
         """Whether a turn may call it now: not while it loads, nor while it is about to."""
-        return engine.loading is None and engine.held >= self.newest and engine.ready
+        return not self.stopped and engine.loading is None and engine.held >= self.newest and engine.ready
 
     def loaded(self, event: WeightsLoaded) -> bool:
         """Whether the engine holds the version now; the one place where an engine's version flips."""

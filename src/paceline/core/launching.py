@@ -282,14 +282,10 @@ class Launcher:
         best: OpenGroup | None = None
         for env, queue in self._launchable.items():
             if queue and (best is None or queue[0].id < best.id) and self._rate_allows(env):
-                found = next((group for group in queue if not self._had_better_wait(group)), None)
+                found = self._fleet.first_to_go(queue, env, self._out.now)
                 if found is not None and (best is None or found.id < best.id):
                     best = found
         return best
-
-    def _had_better_wait(self, group: OpenGroup) -> bool:
-        engine = group.engine
-        return engine is not None and self._fleet.is_worth_waiting_for(engine, group.task.env, self._out.now)
 
     def _rate_allows(self, env: EnvName) -> bool:
         """Whether an environment may start a rollout now, by its own limits."""

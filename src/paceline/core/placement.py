@@ -77,13 +77,6 @@ class Placement:
 
     # ── what it answers ──
 
-    def wait_s(self, engine: EngineId, now: float) -> float | None:
-        """Seconds until a full engine has a permit again; None where too few have ended."""
-        state = self._engines.get(engine)
-        if state is None or state.freed < ENOUGH:
-            return None
-        return max(state.gap_s, now - state.freed_at)
-
     def prefill_s(self, engine: EngineId, env: EnvName, token_s: float | None = None) -> float | None:
         """Seconds to prefill a first prompt of `env` there; None where too little is known. `token_s`: what somebody
         who knows better says that one token takes."""
@@ -93,12 +86,13 @@ class Placement:
             token_s = state.token_s if state is not None and state.calls >= ENOUGH else None
         return None if token_s is None or prompt is None else token_s * prompt
 
-    def waits(
-        self, here: EngineId, there: EngineId, env: EnvName, now: float, token_s: float | None = None
-    ) -> bool:
-        """Whether a member of a group on `here`, which is full, should wait rather than go `there`."""
-        wait, prefill = self.wait_s(here, now), self.prefill_s(there, env, token_s)
-        return wait is not None and prefill is not None and wait < prefill
+    def frees_within(self, engine: EngineId, seconds: float, now: float) -> bool:
+        """Whether a full engine will have a permit again in less than so many seconds; False where too few have ended to
+        say. Asked for every group that waits, at every start."""
+        state = self._engines.get(engine)
+        if state is None or state.freed < ENOUGH:
+            return False
+        return state.gap_s < seconds and now - state.freed_at < seconds
 
     def _of(self, engine: EngineId, now: float) -> _Engine:
         state = self._engines.get(engine)
