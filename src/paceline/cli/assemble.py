@@ -57,6 +57,7 @@ from paceline.runtime.loads import poll_load
 from paceline.runtime.offload import Threads
 from paceline.runtime.processes import ChildProcess
 from paceline.runtime.processor import EnvProcessing, GroupProcessor
+from paceline.runtime.quiet import QuietWatch
 from paceline.runtime.runner import RolloutRunner
 from paceline.runtime.standstill import StandstillWatch
 from paceline.tokens.bridge import Bridge
@@ -341,6 +342,8 @@ class Assembly:
                 driver.beside(child.name, child.wait_dead)
         driver.beside("journal", self._watch_disk)
         driver.beside("disk meter", self.disk.run)
+        quiet = QuietWatch(core, lambda text: say(f"warning: {text}"), clock, config.run.quiet_s)
+        driver.beside("quiet watch", quiet.run)
         driver.beside("load polls", lambda: engines.follow_list(inbox.post, self._polling(inbox)))
         for name in engines.slots:
             driver.beside(f"watch over {name}", partial(engines.watch, name, inbox.post))

@@ -41,6 +41,8 @@ class RunSection(Section):
     outage_s: float = Field(default=3600.0, ge=0)
     """Seconds that all training environments may be out (their rollouts fail with the cause `infrastructure`, and now
     and then one is tried) before the run ends."""
+    quiet_s: float = Field(default=120.0, gt=0)
+    """Seconds without any progress after which the run says what waits longest, and for what."""
     drain_s: float = Field(default=8.0, gt=0)
     """Seconds that everything, the trainer's last checkpoint included, may take to stop after Ctrl-C or SIGTERM; what
     takes longer is abandoned."""

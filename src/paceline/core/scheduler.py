@@ -132,6 +132,21 @@ class Core:
         """Newest step the trainer acknowledged."""
         return self._trained
 
+    @property
+    def unshipped(self) -> int:
+        """Batches that were cut and not reported shipped."""
+        return self._unacknowledged
+
+    @property
+    def saving(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._saving
+
+    @property
+    def next_alarm(self) -> float | None:
+        """When the next `TimerFired` is due, on the run's clock; None when none was asked for."""
+        return self._out.next_alarm
+
     def handle(self, event: Event, now: float) -> list[Command]:
         """Decide. `now` in seconds on the run's clock, never going back.
 
