@@ -105,6 +105,8 @@ class Chaos:
         self.life = Life(args.config, root, args.words, None)
         self.lives = 1
         self.kills: list[Kill] = []
+        self._hit = False
+        """Whether a child of this life was killed last, and may not have been ready."""
 
     def run(self) -> Path:
         """Kill as often as asked, let it finish; the run's directory. Failed when it does not."""
@@ -121,17 +123,29 @@ class Chaos:
             self._kill(run_dir, who)
             if who not in SURVIVED:
                 self.life.process.wait(self.args.patience)
-                self.life = Life(self.args.config, self.root, self.args.words, run_dir)
-                self.lives += 1
-        try:
-            code = self.life.process.wait(self.args.patience)
-        except subprocess.TimeoutExpired:
-            raise Failed(
-                f"it did not finish within {self.args.patience:g} s:\n{self.life.last_words()}"
-            ) from None
-        if code != 0:
-            raise Failed(f"it ended with code {code}:\n{self.life.last_words()}")
-        return run_dir
+                self._go_on(run_dir)
+        while True:
+            try:
+                code = self.life.process.wait(self.args.patience)
+            except subprocess.TimeoutExpired:
+                raise Failed(
+                    f"it did not finish within {self.args.patience:g} s:\n{self.life.last_words()}"
+                ) from None
+            if code == 0:
+                return run_dir
+            if not self._was_starting():
+                raise Failed(f"it ended with code {code}:\n{self.life.last_words()}")
+            self._go_on(run_dir)
+
+    def _go_on(self, run_dir: Path) -> None:
+        self.life = Life(self.args.config, self.root, self.args.words, run_dir)
+        self.lives += 1
+        self._hit = False
+
+    def _was_starting(self) -> bool:
+        """Whether what was killed last may have ended the run: a child that had not said yet that it was ready."""
+        hit, self._hit = self._hit, False
+        return hit
 
     def close(self) -> None:
         """Nothing is left running."""
@@ -140,12 +154,15 @@ class Chaos:
             self.life.process.wait()
 
     def _kill(self, run_dir: Path, who: str) -> None:
-        life = self.life
-        pid = life.process.pid if who == "orchestrator" else self._when(lambda: life.child(who), f"the {who}")
+        if who == "orchestrator":
+            pid = self.life.process.pid
+        else:  # of this life, or of the next, if it is just ending
+            pid = self._when(lambda: self.life.child(who), f"the {who}")
         step, now = self._acknowledged(run_dir), time.time()
         os.kill(pid, signal.SIGKILL)
+        self._hit = who in SURVIVED
         if who == "orchestrator":
-            life.process.wait()
+            self.life.process.wait()
         logs = sorted((run_dir / "journal").glob("*.log"))
         quiet = now - logs[-1].stat().st_mtime if logs else 0.0
         records = read_journal(run_dir, on_note=lambda _: None) if logs else iter(())
@@ -160,6 +177,9 @@ class Chaos:
         deadline = time.monotonic() + self.args.patience
         while not (found := look()):
             if (code := self.life.process.poll()) is not None:
+                if self._was_starting() and (made := next(self.root.glob("runs/*"), None)):
+                    self._go_on(made)
+                    continue
                 raise Failed(f"it ended with code {code} before {what} was there:\n{self.life.last_words()}")
             if time.monotonic() > deadline:
                 raise Failed(
