@@ -7,7 +7,8 @@
         def score(self, data, run):
             return float((run.folder / "answer.txt").read_text() == data["answer"])
 
-Each rollout has a folder of its own, and a process group that ends with it, however it ends.
+Each rollout has a folder of its own, and a process group that ends with it, however it ends; and with the process that
+started it, should that be killed (`orphans`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import msgspec
 from paceline.domain.rollout import Limit
 from paceline.domain.task import Split, Task
 from paceline.envs.endpoint import Endpoint
+from paceline.envs.orphans import marked
 from paceline.envs.protocol import (
     Context,
     Environment,
@@ -120,9 +122,7 @@ class ProgramEnv(Environment):
 
     async def rollout(self, task: Task, model: Model, ctx: Context) -> Result:
         if not isinstance(model, Serves):
-            raise EnvError(
-                "this model serves no programs: run the environment inline (workers = { type = 'inline' })"
-            )
+            raise EnvError("this model serves no programs")
         folder = Path(tempfile.mkdtemp(prefix="paceline-"))
         ctx.state = program = _Program(folder)
         try:
@@ -181,7 +181,7 @@ class _Program:
             process = await asyncio.create_subprocess_exec(
                 *command,
                 cwd=self.folder,
-                env={**os.environ, **environ},
+                env={**os.environ, **environ, **marked()},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,

@@ -8,6 +8,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
+from worker_kit import HERE
+
 from paceline.config.workers import ProcessWorkers
 from paceline.domain.ids import RolloutId
 from paceline.domain.task import TaskRef
@@ -139,3 +142,50 @@ async def test_what_cannot_be_sent_ends_its_rollout_all_the_same() -> None:
     await until(lambda: isinstance(said[-1], wire.Ended))
     assert said[-1].failure.text.startswith("ValueError: no file \\udcff")
     await closed(worker)
+
+
+async def test_a_worker_that_cannot_be_heard_any_more_ends_its_calls_whatever_the_reason() -> None:
+    async with pool_of(count=1) as (pool, links):
+        call = await pool.call()
+        links[0].says.put_nowait([object()])  # no record, and nothing that has a call
+        links[0].says.put_nowait([wire.Pulse(1, "much", 0.0)])  # type: ignore[arg-type]
+        pool._settings = ProcessWorkers(recycle_mb=1)
+        died = await call.inbox.get()
+        assert "reading what it says failed: TypeError" in died.why  # type: ignore[union-attr]
+        await until(lambda: len(links) == 2)
+        assert pool.deaths == 1
+
+
+def test_frames_hold_what_they_can_and_a_record_that_none_holds_is_refused(monkeypatch: Any) -> None:
+    monkeypatch.setattr(wire, "MOST_BYTES", 100)
+    records = [wire.encoded(wire.Refused(1, ask, "error", "x" * 20)) for ask in range(7)]
+    framed = list(wire.frames(records))
+    assert 1 < len(framed) < 7
+    read = []
+    for each in framed:
+        assert wire.length_of(each[:4]) == len(each) - 4 <= 100
+        read += wire.for_worker(each[4:])
+    assert [record.ask for record in read] == list(range(7))  # type: ignore[union-attr]
+    assert list(wire.frames([])) == []
+    with pytest.raises(wire.TooLarge, match=r"Refused of 0 MiB: at most 0 MiB cross"):
+        wire.encoded(wire.Refused(1, 1, "error", "x" * 100))
+
+
+async def test_what_is_too_large_to_cross_fails_its_rollout_by_name(monkeypatch: Any) -> None:
+    said: list[Any] = []
+
+    def send(record: Any) -> None:
+        wire.encoded(record)
+        said.append(record)
+
+    worker = Worker(send)
+    worker.take(wire.Open("worker_envs:Large", {}, "env", "train", 1, (str(HERE),)))
+    await until(lambda: said and isinstance(said[-1], wire.Opened))
+    monkeypatch.setattr(wire, "MOST_BYTES", 2000)
+    for number, index in enumerate((0, 1)):
+        start = wire.Start(number, RolloutId(3, number), TaskRef("env", "train", index), 0, 0, 60.0)
+        worker.take(start)
+        await until(lambda: said and isinstance(said[-1], wire.Ended))
+        failure = said.pop().failure
+        assert failure.kind == "environment"
+        assert f"rollout {RolloutId(3, number)}: {('Ask', 'Ended')[index]} of 0 MiB" in failure.text

@@ -5,11 +5,23 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from paceline.domain.task import Split
-from paceline.envs import Context, Environment, InfrastructureError, ListTasks, Model, Result, SingleTurnEnv
+from paceline.envs import (
+    Context,
+    Environment,
+    InfrastructureError,
+    ListTasks,
+    Model,
+    ProgramEnv,
+    ProgramRun,
+    Result,
+    SingleTurnEnv,
+)
 
 
 class Echo(SingleTurnEnv):
@@ -80,6 +92,60 @@ class Told(Environment):
     async def on_truncated(self, task: Any, model: Model, ctx: Context, limit: Any) -> Result | None:
         assert model.last is not None
         return Result(ctx.state, info={"last": model.last.text})
+
+
+PROGRAM = """
+import json, os, subprocess, sys, time, urllib.request
+
+def ask(*messages):
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        data=json.dumps({"model": "any", "messages": messages}).encode(),
+        headers={"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+    )
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+
+task, pids = sys.argv[1:]
+opening = {"role": "user", "content": task}
+first = ask(opening)
+second = ask(opening, first, {"role": "user", "content": "again"})
+open("answer", "w").write(first["content"] + second["content"])
+if pids:
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    open(pids, "w").write(f"{os.getpid()} {child.pid}")
+    time.sleep(600)
+"""
+
+
+class Program(ProgramEnv):
+    """A program that asks twice; with `pids`, it leaves its own and a child's there, and stays."""
+
+    def __init__(self, pids: str = "") -> None:
+        super().__init__()
+        self.pids = pids
+
+    def tasks(self, split: Split) -> ListTasks:
+        return ListTasks([f"task {n}" for n in range(10)])
+
+    def command(self, data: Any, folder: Path) -> list[str]:
+        return [sys.executable, "-I", "-S", "-c", PROGRAM, data, self.pids]
+
+    def score(self, data: Any, run: ProgramRun) -> Result:
+        said = (run.folder / "answer").read_text() if run.exit_code in (0, None) else ""
+        last = run.last.text if run.last is not None else ""
+        return Result(float(len(said)), info={"last": last, "output": run.output})
+
+
+class Large(Environment):
+    """Says, or returns, more than is taken in its test."""
+
+    def tasks(self, split: Split) -> ListTasks:
+        return ListTasks(["say", "return"])
+
+    async def rollout(self, task: Any, model: Model, ctx: Context) -> Result:
+        if task.data == "say":
+            await model.chat("x" * 3000)
+        return Result(1.0, info={"text": "x" * 3000})
 
 
 class Broken(Environment):

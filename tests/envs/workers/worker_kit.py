@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from paceline.cli.environments import environment_of
-from paceline.config import EnvSection, Limits, SamplingSection
+from paceline.config import EnvSection, GatewaySection, Limits, SamplingSection
 from paceline.domain.commands import GrantTurn, StartRollout
 from paceline.domain.events import SegmentEnded, TurnRequested
 from paceline.domain.ids import RolloutId
@@ -22,6 +22,7 @@ from paceline.domain.task import TaskRef
 from paceline.envs.protocol import Environment
 from paceline.envs.surroundings import Ask, no_service
 from paceline.ports import GenerateReply, GenerateRequest
+from paceline.runtime.gateway import Gateway
 from paceline.runtime.model import EnvRuntime
 from paceline.runtime.runner import RolloutRunner
 from paceline.testing.tokens import byte_tokenizer
@@ -69,7 +70,9 @@ class Gate:
 class Inside:
     """Runs rollouts of one environment."""
 
-    def __init__(self, environment: Environment, limits: Limits, engine: Engine) -> None:
+    def __init__(
+        self, environment: Environment, limits: Limits, engine: Engine, gateway: Gateway | None = None
+    ) -> None:
         self.environment = environment
         self.engine = engine
         self.gate = Gate()
@@ -81,7 +84,9 @@ class Inside:
             bridge=Bridge(TOKENIZER),
         )
         clock = asyncio.get_running_loop().time
-        self.runner = RolloutRunner({("train", "env"): shared}, {"e0": engine}, self.gate, clock)
+        self.runner = RolloutRunner(
+            {("train", "env"): shared}, {"e0": engine}, self.gate, clock, gateway=gateway
+        )
 
     @property
     def pool(self) -> Any:
@@ -115,9 +120,10 @@ async def inside(
     ask: Ask = no_service,
     group_size: int = 4,
     section: dict[str, Any] | None = None,
+    gateway: dict[str, Any] | None = None,
     **workers: Any,
 ) -> AsyncIterator[Inside]:
-    """`workers` are those of the section; a process unless it says otherwise."""
+    """`workers` are those of the section; a process unless it says otherwise. `gateway`: its section; None for none."""
     made = EnvSection.model_validate(
         {
             "id": env_id if ":" in env_id or env_id == "reverse-text" else f"worker_envs:{env_id}",
@@ -130,7 +136,12 @@ async def inside(
         }
     )
     environment = await environment_of(made, "train", logs=logs, ask=ask)
+    door = None
+    if gateway is not None:
+        door = Gateway(GatewaySection.model_validate(gateway), TOKENIZER, "policy")
     try:
-        yield Inside(environment, made.limits, engine or Engine())
+        yield Inside(environment, made.limits, engine or Engine(), door)
     finally:
         await environment.close()
+        if door is not None:
+            await door.close()

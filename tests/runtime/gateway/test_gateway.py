@@ -12,8 +12,9 @@ import pytest
 from gateway_kit import CALL, LOOK, Client, serve, settled
 
 from paceline.config import GatewaySection, Limits
-from paceline.errors import ConfigError, EngineError
+from paceline.errors import ConfigError, EngineError, EnvError
 from paceline.runtime.gateway import Gateway
+from paceline.runtime.gateway import session as session_module
 from paceline.runtime.gateway.asked import Asked
 from paceline.runtime.gateway.session import Session
 from paceline.testing.tokens import byte_tokenizer
@@ -112,6 +113,45 @@ async def test_closing_that_is_cancelled_leaves_no_call_running() -> None:
     assert call.task.done()
 
 
+class Stubborn:
+    """A call that ignores being cancelled, so many times."""
+
+    def __init__(self, times: int) -> None:
+        self.left = times
+
+    async def complete(self, *said: Any, **more: Any) -> Any:
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self.left -= 1
+                if self.left < 0:
+                    raise
+
+    async def hang_up(self) -> None: ...
+
+
+async def test_a_call_that_ignores_being_cancelled_is_cancelled_until_it_stops_or_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(session_module, "_CLOSE_S", 0.02)
+    monkeypatch.setattr(session_module, "_STUCK_S", 0.3)
+    for times in (3, 1_000):
+        calls: Any = Stubborn(times)
+        session = Session("a", "secret", calls, GatewaySection(), "policy", "none")
+        call = session.start(b"", {}, Asked(messages=[user("q")], body={}))
+        await asyncio.sleep(0)
+        if times == 3:
+            await session.close()
+            assert call.task.done()
+            continue
+        with pytest.raises(EnvError, match=r"a model call of a did not stop within 0.3 s"):
+            await session.close()
+        calls.left = 0
+        call.task.cancel()
+        await asyncio.wait({call.task})
+
+
 def test_a_secret_does_not_outlive_its_session() -> None:
     async def main() -> None:
         gateway = Gateway(GatewaySection(), byte_tokenizer(), "policy")
@@ -158,6 +198,10 @@ def test_a_secret_does_not_outlive_its_session() -> None:
         ("/v1/responses", {"input": "q", "previous_response_id": ["x"]}, 404, "no response ['x']"),
         ("/v1/responses", {"input": [{"type": "computer_call"}]}, 400, "'computer_call'"),
         ("/v1/responses", {"input": "q", "tools": [{"type": "web_search"}]}, 400, "OpenAI's servers"),
+        ("/v1/chat/completions", {"messages": [user("q")], "tools": [{"type": "x"}]}, 400, "tools[0] ('x')"),
+        ("/v1/chat/completions", {"messages": [user("q")], "tools": ["x"]}, 400, "a list of objects"),
+        ("/v1/messages", {"messages": [user("q")], "tools": [{"name": "bash"}]}, 400, "tools[0] ('bash')"),
+        ("/v1/messages", {"messages": [user("q")], "tools": {"name": "x"}}, 400, "a list of objects"),
         ("/v1/responses", {"input": "q", "previous_response_id": "x"}, 404, "no response 'x'"),
         ("/v1/messages", {"messages": [{"role": "x"}]}, 400, "expected user or assistant"),
         ("/v1/embeddings", {}, 404, "nothing that is served here"),

@@ -14,6 +14,7 @@ import numpy as np
 
 from paceline.domain.rollout import Limit
 from paceline.domain.task import Split, Task
+from paceline.envs.program import Serves
 from paceline.envs.protocol import (
     Context,
     Environment,
@@ -27,7 +28,7 @@ from paceline.envs.protocol import (
 from paceline.envs.workers import wire
 from paceline.envs.workers.pool import Call, Died, WorkerPool
 from paceline.envs.workers.remote import said_of
-from paceline.errors import EngineError, EnvError, said_by
+from paceline.errors import EngineError, EnvError, PacelineError, said_by
 
 
 class RemoteTasks:
@@ -106,6 +107,31 @@ class _Visit:
         self.group = group
 
 
+class _Programs:
+    """Programs of a rollout that the gateway serves."""
+
+    __slots__ = ("are_over", "task")
+
+    def __init__(self) -> None:
+        self.are_over = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+        """Holds the gateway's session open."""
+
+    async def end(self) -> None:
+        """Returns when no call of theirs runs any more, though it is cancelled meanwhile. Raises what closing raised."""
+        assert self.task is not None
+        self.are_over.set()
+        was_cancelled = False
+        while not self.task.done():
+            try:
+                await asyncio.wait((self.task,))
+            except asyncio.CancelledError:
+                was_cancelled = True
+        if was_cancelled:
+            raise asyncio.CancelledError
+        self.task.result()
+
+
 class _Service:
     """Answers one call's questions until it has ended."""
 
@@ -113,9 +139,22 @@ class _Service:
         self._call = call
         self._model = model
         self._asks: dict[int, asyncio.Task[None]] = {}
+        self._programs: dict[int, _Programs] = {}
+        self._endings: set[asyncio.Task[None]] = set()
+        """Answers to `EndServe`: not cancelled, for what they end must have ended."""
 
     async def until_ended(self) -> wire.Ended:
         """Its end. CancelledError only when the worker's code has stopped; InfrastructureError when the worker died."""
+        try:
+            return await self._until_ended()
+        finally:
+            # Of code that ended, or died with its worker, without ending them.
+            for programs in list(self._programs.values()):
+                await programs.end()
+            if self._endings:
+                await asyncio.wait(self._endings)
+
+    async def _until_ended(self) -> wire.Ended:
         call, cancelled = self._call, False
         while True:
             try:
@@ -125,10 +164,19 @@ class _Service:
                 cancelled = True
                 for ask in self._asks.values():
                     ask.cancel()
+                for programs in self._programs.values():
+                    programs.are_over.set()
                 call.send(wire.Cancel(call.number))
                 continue
             if isinstance(record, wire.Ask):
                 self._asks[record.ask] = asyncio.get_running_loop().create_task(self._answer(record))
+            elif isinstance(record, wire.BeginServe):
+                programs = self._programs[record.ask] = _Programs()
+                programs.task = asyncio.get_running_loop().create_task(self._serve(record.ask, programs))
+            elif isinstance(record, wire.EndServe):
+                ending = asyncio.get_running_loop().create_task(self._unserve(record))
+                self._endings.add(ending)
+                ending.add_done_callback(self._endings.discard)
             elif isinstance(record, wire.GiveUp):
                 if (given_up := self._asks.get(record.ask)) is not None:
                     given_up.cancel()
@@ -138,6 +186,31 @@ class _Service:
                 raise InfrastructureError(record.why)
             else:
                 return record
+
+    async def _serve(self, ask: int, programs: _Programs) -> None:
+        """Let programs of the rollout ask its model until they are over."""
+        call, model, opened = self._call, self._model, False
+        try:
+            if not isinstance(model, Serves):
+                raise EnvError("this model serves no programs")
+            async with model.serve() as endpoint:
+                opened = True
+                call.send(wire.Serving(call.number, ask, endpoint.base_url, endpoint.secret))
+                await programs.are_over.wait()
+        except Exception as error:  # the worker waits for an answer
+            if opened:
+                raise  # told to whoever ends it
+            call.send(wire.Refused(call.number, ask, "error", _told(error)))
+
+    async def _unserve(self, asked: wire.EndServe) -> None:
+        call, programs = self._call, self._programs.pop(asked.serving, None)
+        try:
+            if programs is not None:
+                await programs.end()
+            last = self._model.last
+            call.send(wire.Unserved(call.number, asked.ask, None if last is None else said_of(last)))
+        except Exception as error:  # the worker waits for an answer
+            call.send(wire.Refused(call.number, asked.ask, "error", _told(error)))
 
     async def _answer(self, asked: wire.Ask) -> None:
         call, model = self._call, self._model
@@ -157,13 +230,14 @@ class _Service:
         except asyncio.CancelledError:
             call.send(wire.Refused(call.number, asked.ask, "cancelled", "the rollout is being cancelled"))
             raise
-        except EnvError as error:
-            call.send(wire.Refused(call.number, asked.ask, "error", str(error)))
-        # Nothing of the runner's raises anything else; the rollout must not wait for ever.
-        except Exception as error:
-            call.send(wire.Refused(call.number, asked.ask, "error", said_by(error)))
+        except Exception as error:  # the rollout must not wait for ever
+            call.send(wire.Refused(call.number, asked.ask, "error", _told(error)))
         finally:
             self._asks.pop(asked.ask, None)
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, PacelineError) else said_by(error)
 
 
 def _replied(call: int, ask: int, reply: Reply) -> wire.Replied:

@@ -12,7 +12,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias, get_args
 
 from paceline.config.workers import ProcessWorkers, RayWorkers
 from paceline.envs.protocol import InfrastructureError
@@ -31,7 +31,7 @@ class Link(Protocol):
     """A connection to one worker."""
 
     def send(self, record: wire.ToWorker) -> None:
-        """Never blocks. TypeError for what is not JSON-like."""
+        """Never blocks. TypeError for what is not JSON-like, TooLarge for what no frame holds."""
         ...
 
     async def receive(self) -> list[wire.FromWorker] | None:
@@ -54,6 +54,12 @@ class Died:
         self.why = why
 
 
+OfCall: TypeAlias = wire.Ask | wire.GiveUp | wire.BeginServe | wire.EndServe | wire.Ended
+"""What a worker says of one rollout."""
+
+_OF_CALL = get_args(OfCall)
+
+
 class Call:
     """One rollout at one worker."""
 
@@ -62,7 +68,7 @@ class Call:
     def __init__(self, number: int, member: Member) -> None:
         self.number = number
         self.member = member
-        self.inbox: asyncio.Queue[wire.Ask | wire.GiveUp | wire.Ended | Died] = asyncio.Queue()
+        self.inbox: asyncio.Queue[OfCall | Died] = asyncio.Queue()
 
     def send(self, record: wire.ToWorker) -> None:
         self.member.link.send(record)
@@ -288,20 +294,27 @@ class WorkerPool:
                     self._heard(member, record)
         except EnvError as error:
             why = str(error)
+        except (
+            Exception
+        ) as error:  # whatever it is, nobody hears this worker any more: its rollouts must not wait
+            why = f"reading what it says failed: {said_by(error)}"
+            log.exception("worker %s is not heard any more", member.name)
         if why and not member.why:
             member.why = why
         ended = await member.link.close(0.5 if member.why or self._closing else 2.0)
         self._buried(member, member.why or ended)
 
     def _heard(self, member: Member, record: wire.FromWorker) -> None:
-        if isinstance(record, wire.Ask | wire.Ended) or (isinstance(record, wire.GiveUp) and record.call):
+        if isinstance(record, wire.GiveUp) and not record.call:
+            self._end_cold(member, record.ask)
+        elif isinstance(record, _OF_CALL):
             if (call := member.calls.get(record.call)) is not None:
                 call.inbox.put_nowait(record)
         elif isinstance(record, wire.Pulse):
             self._look_at(member, record.rss_mb)
         elif isinstance(record, wire.BeginCold):
             member.cold[record.ask] = self._spawn(self._cold_start(member, record.ask))
-        elif isinstance(record, wire.EndCold | wire.GiveUp):
+        elif isinstance(record, wire.EndCold):
             self._end_cold(member, record.ask)
         elif isinstance(record, wire.AskService):
             self._spawn(self._serve(member, record))

@@ -25,7 +25,8 @@ class Outbound:
         self._loop = asyncio.get_running_loop()
 
     def send(self, record: Any) -> None:
-        """Never blocks; what cannot be delivered any more is dropped. TypeError for what is not JSON-like."""
+        """Never blocks; what cannot be delivered any more is dropped. TypeError for what is not JSON-like, TooLarge for
+        what no frame holds."""
         encoded = wire.encoded(record)
         if not self._records:
             self._loop.call_soon(self.flush)
@@ -33,8 +34,9 @@ class Outbound:
 
     def flush(self) -> None:
         records, self._records = self._records, []
-        if records and not self._writer.is_closing():
-            self._writer.write(wire.frame(records))
+        for frame in wire.frames(records):
+            if not self._writer.is_closing():
+                self._writer.write(frame)
 
 
 async def read_body(reader: asyncio.StreamReader) -> bytes | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from typing import Any
 
 from paceline.config.workers import RayWorkers
@@ -24,6 +25,8 @@ class HostedWorker:
 
     def __init__(self) -> None:
         self._out: list[bytes] = []
+        self._frames: deque[bytes] = deque()
+        """On their way: more was said at once than a frame holds."""
         self._something = asyncio.Event()
         self._worker = Worker(self._send)
         self._beat: asyncio.Task[None] | None = None
@@ -41,6 +44,8 @@ class HostedWorker:
 
     async def collect(self) -> bytes:
         """What there is to say, once there is something; empty when the worker has closed."""
+        if self._frames:
+            return self._frames.popleft()
         closed = asyncio.ensure_future(self._worker.closed.wait())
         said = asyncio.ensure_future(self._something.wait())
         try:
@@ -51,7 +56,8 @@ class HostedWorker:
         await asyncio.sleep(0)  # what is said in the same turn goes with it
         self._something.clear()
         records, self._out = self._out, []
-        return wire.frame(records) if records else b""
+        self._frames.extend(wire.frames(records))
+        return self._frames.popleft() if self._frames else b""
 
 
 class RayLink:
@@ -74,8 +80,9 @@ class RayLink:
 
     def _flush(self) -> None:
         records, self._records = self._records, []
-        if records and not self._ended.is_set():
-            self._actor.deliver.remote(wire.frame(records))
+        for frame in wire.frames(records):
+            if not self._ended.is_set():
+                self._actor.deliver.remote(frame)
 
     async def receive(self) -> list[wire.FromWorker] | None:
         try:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.envs.endpoint import Endpoint
 from paceline.envs.protocol import ChatMessage, Reply, RolloutTruncated, Says, messages_of
 from paceline.envs.workers import wire
-from paceline.errors import EngineError, EnvError
+from paceline.errors import EngineError, EnvError, said_by
+
+_REACH_S: Final = 10.0
+"""Seconds the gateway may take to accept a first connection from this host."""
 
 Send = Callable[[Any], None]
 T = TypeVar("T")
@@ -56,9 +63,11 @@ class Questions:
 class RemoteModel:
     """A `Model` whose calls are carried out by the orchestrator, one at a time."""
 
-    def __init__(self, call: int, send: Send) -> None:
+    def __init__(self, call: int, send: Send, reached: set[str]) -> None:
+        """`reached`: addresses of gateways that this worker has found to answer; it adds to them."""
         self._call = call
         self._send = send
+        self._reached = reached
         self.questions = Questions()
         self.last: Reply | None = None
 
@@ -83,6 +92,45 @@ class RemoteModel:
         ids = np.asarray(token_ids, np.int32)
         return await self._ask("generate", [], None, max_tokens, ids.astype("<i4").tobytes())
 
+    @asynccontextmanager
+    async def serve(self) -> AsyncIterator[Endpoint]:
+        """See `Serves`: the orchestrator's gateway serves; programs here reach it over the network."""
+        serving, opened = self.questions.open()
+        try:
+            self._send(wire.BeginServe(self._call, serving))
+            endpoint: Endpoint = await opened
+            await self._reach(endpoint.base_url)
+            yield endpoint
+        finally:
+            self.questions.close(serving)
+            ending, closed = self.questions.open()
+            try:
+                self._send(wire.EndServe(self._call, ending, serving))
+                self.last = await closed
+            finally:
+                self.questions.close(ending)
+
+    async def _reach(self, url: str) -> None:
+        """EnvError, with what to set, where the gateway cannot be reached from this host."""
+        parts = urlsplit(url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        if parts.netloc in self._reached:
+            return
+        try:
+            async with asyncio.timeout(_REACH_S):
+                _, writer = await asyncio.open_connection(parts.hostname, port)
+        except (OSError, TimeoutError) as error:
+            why = said_by(error)
+        else:
+            writer.close()
+            self._reached.add(parts.netloc)
+            return
+        raise EnvError(
+            f"the gateway at {parts.netloc} cannot be reached from {socket.gethostname()}, where the environment runs "
+            f"({why}): set gateway.host to an address of the orchestrator's host that others reach, and "
+            "gateway.public_url to how they do"
+        )
+
     async def _ask(
         self,
         method: Any,
@@ -97,8 +145,8 @@ class RemoteModel:
         except TypeError as error:
             raise EnvError(f"messages and tools must be JSON-like: {error}") from error
         number, future = self.questions.open()
-        self._send(wire.Ask(self._call, number, method, plain, plain_tools, max_tokens, token_ids))
         try:
+            self._send(wire.Ask(self._call, number, method, plain, plain_tools, max_tokens, token_ids))
             self.last = reply = await future
         except asyncio.CancelledError:
             if future.cancelled():

@@ -9,7 +9,7 @@ worker), so that an answer finds who asked.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
@@ -23,6 +23,14 @@ from paceline.errors import EnvError
 LENGTH_BYTES: Final = 4
 MOST_BYTES: Final = 256 * 2**20
 """Longest frame: a length beyond it is no frame of ours."""
+
+_ARRAY: Final = b"\xdd"
+_ARRAY_BYTES: Final = 5
+"""Of msgpack's head of an array of any length."""
+
+
+class TooLarge(EnvError):
+    """A record that no frame holds: it is not sent."""
 
 
 class _Record(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
@@ -76,13 +84,31 @@ class Replied(_Record, frozen=True):
 
 
 class Refused(_Record, frozen=True):
-    """Answers `Ask`, `BeginCold` or `AskService`: it did not work out."""
+    """Answers `Ask`, `BeginServe`, `EndServe`, `BeginCold` or `AskService`: it did not work out."""
 
     call: int
     ask: int
     kind: Literal["truncated", "engine", "cancelled", "error"]
     text: str
     limit: Limit | None = None
+
+
+class Serving(_Record, frozen=True):
+    """Answers `BeginServe`: where programs reach the rollout's model, and with which secret."""
+
+    call: int
+    ask: int
+    base_url: str
+    secret: str
+
+
+class Unserved(_Record, frozen=True):
+    """Answers `EndServe`: no call of the programs runs any more."""
+
+    call: int
+    ask: int
+    said: Said | None
+    """What the model said last."""
 
 
 class Served(_Record, frozen=True):
@@ -154,6 +180,22 @@ class GiveUp(_Record, frozen=True):
     ask: int
 
 
+class BeginServe(_Record, frozen=True):
+    """Programs of the rollout want to ask its model. Answered by `Serving` or `Refused`; until `EndServe`."""
+
+    call: int
+    ask: int
+
+
+class EndServe(_Record, frozen=True):
+    """The programs that `serving` was begun for are over. Answered by `Unserved` or `Refused`."""
+
+    call: int
+    ask: int
+    serving: int
+    """The `ask` of its `BeginServe`."""
+
+
 class BeginCold(_Record, frozen=True):
     """A place for setting a sandbox up, please. Answered by `Served`; given back by `EndCold` or the worker's end."""
 
@@ -216,8 +258,12 @@ class Pulse(_Record, frozen=True):
     """How late its loop was, at worst, since the last pulse."""
 
 
-ToWorker: TypeAlias = Open | Start | Replied | Refused | Served | Judge | Cancel | Forget | Close
-FromWorker: TypeAlias = Opened | Ask | GiveUp | BeginCold | EndCold | AskService | Ended | Pulse
+ToWorker: TypeAlias = (
+    Open | Start | Replied | Refused | Serving | Unserved | Served | Judge | Cancel | Forget | Close
+)
+FromWorker: TypeAlias = (
+    Opened | Ask | GiveUp | BeginServe | EndServe | BeginCold | EndCold | AskService | Ended | Pulse
+)
 
 
 def _plain(value: Any) -> Any:
@@ -232,8 +278,14 @@ _from_worker = msgspec.msgpack.Decoder(list[FromWorker])
 
 
 def encoded(record: _Record) -> bytes:
-    """One record. TypeError for what is not JSON-like."""
-    return _encoder.encode(record)
+    """One record. TypeError for what is not JSON-like, TooLarge for what no frame holds."""
+    body = _encoder.encode(record)
+    if len(body) > MOST_BYTES - _ARRAY_BYTES:
+        raise TooLarge(
+            f"{type(record).__name__} of {len(body) / 2**20:.0f} MiB: at most {MOST_BYTES / 2**20:.0f} MiB cross "
+            "between the orchestrator and a worker; say, return or ask less at once"
+        )
+    return body
 
 
 def storable(value: Any) -> str:
@@ -245,9 +297,20 @@ def storable(value: Any) -> str:
     return ""
 
 
-def frame(records: Sequence[bytes]) -> bytes:
-    """Encoded records as one frame, its length in front."""
-    body = b"".join((b"\xdd", len(records).to_bytes(4, "big"), *records))  # msgpack: an array of that many
+def frames(records: Sequence[bytes]) -> Iterator[bytes]:
+    """Encoded records as frames, each with its length in front: one, unless they are more than a frame holds."""
+    first, size = 0, _ARRAY_BYTES
+    for at, record in enumerate(records):
+        if size + len(record) > MOST_BYTES:
+            yield _frame(records[first:at])
+            first, size = at, _ARRAY_BYTES
+        size += len(record)
+    if first < len(records):
+        yield _frame(records[first:])
+
+
+def _frame(records: Sequence[bytes]) -> bytes:
+    body = b"".join((_ARRAY, len(records).to_bytes(_ARRAY_BYTES - 1, "big"), *records))
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
 
 

@@ -12,13 +12,16 @@ import os
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Final
 
 import msgspec
 
+from paceline.domain.ids import RolloutId
 from paceline.domain.rollout import FailureCause
 from paceline.domain.task import Task
 from paceline.envs.causes import cause_of, is_interruption
+from paceline.envs.endpoint import Endpoint
 from paceline.envs.protocol import Context, Environment, Result, RolloutTruncated, TaskSource
 from paceline.envs.registry import make_environment, tasks_of
 from paceline.envs.tool_env import declares_tools
@@ -45,6 +48,8 @@ class Worker:
         self._questions = Questions()
         self._calls: dict[int, _Call] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._reached: set[str] = set()
+        """Addresses of gateways that have answered from here."""
 
     def take(self, record: wire.ToWorker) -> None:
         """Act on one record of the orchestrator. Never raises for what it holds."""
@@ -59,6 +64,14 @@ class Worker:
                 self._questions.refuse(record)
             elif call is not None:
                 call.model.questions.refuse(record)
+        elif isinstance(record, wire.Serving):
+            if call is not None:
+                call.model.questions.answer(record.ask, Endpoint(record.base_url, record.secret))
+        elif isinstance(record, wire.Unserved):
+            if call is not None:
+                call.model.questions.answer(
+                    record.ask, None if record.said is None else reply_of(record.said)
+                )
         elif isinstance(record, wire.Served):
             self._questions.answer(record.ask, record.value)
         elif isinstance(record, wire.Cancel):
@@ -135,6 +148,13 @@ class Worker:
 
     # ── rollouts ──
 
+    def _send_of(self, rollout: RolloutId, record: wire.FromWorker) -> None:
+        """Say something of one rollout. TypeError for what is not JSON-like, TooLarge, with its name, for too much."""
+        try:
+            self._send(record)
+        except wire.TooLarge as error:
+            raise wire.TooLarge(f"rollout {rollout}: {error}") from None
+
     def _start(self, record: wire.Start) -> None:
         loop = asyncio.get_running_loop()
         ctx = Context(
@@ -144,9 +164,9 @@ class Worker:
             deadline=loop.time() + record.seconds,
             clock=loop.time,
         )
-        call = self._calls[record.call] = _Call(
-            record.call, Task(record.task, None), RemoteModel(record.call, self._send), ctx
-        )
+        send = partial(self._send_of, record.rollout)
+        model = RemoteModel(record.call, send, self._reached)
+        call = self._calls[record.call] = _Call(record.call, Task(record.task, None), model, ctx)
         call.running = self._run(self._ended(call, self._roll_out(call)))
 
     async def _roll_out(self, call: _Call) -> Result:
@@ -179,10 +199,10 @@ class Worker:
             failure = failure_of(error)
         call.running = None
         try:
-            self._send(wire.Ended(call.number, told, failure))
+            self._send_of(call.ctx.rollout, wire.Ended(call.number, told, failure))
         # Half a character, say, in the name of a file: the orchestrator waits for the end, in whatever words.
-        except (TypeError, ValueError, OverflowError) as error:
-            if failure is None:
+        except (TypeError, ValueError, OverflowError, wire.TooLarge) as error:
+            if failure is None or isinstance(error, wire.TooLarge):
                 failure = wire.Failure("environment", f"EnvError: its result cannot be sent: {error}")
             self._send(wire.Ended(call.number, None, _escaped(failure)))
 

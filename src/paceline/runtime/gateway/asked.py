@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -206,6 +206,27 @@ def name_tools(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             if name is not None:
                 message["name"] = name
     return messages
+
+
+def tools_of(
+    body: Mapping[str, Any], as_function: Callable[[Mapping[str, Any]], dict[str, Any] | None], instead: str
+) -> list[dict[str, Any]] | None:
+    """The tools of a request, as chat templates print them; None for none. `as_function` reads one of them, and is None
+    for one that this policy cannot call; `instead` says what to give then."""
+    listed = body.get("tools")
+    if not listed or wants_no_tools(body):
+        return None
+    if not isinstance(listed, list) or not all(isinstance(tool, Mapping) for tool in listed):
+        raise Refused(400, "tools must be a list of objects", param="tools")
+    tools = []
+    for number, tool in enumerate(listed):
+        read = as_function(tool)
+        if read is None:
+            named = tool.get("name") or tool.get("type")
+            text = f"tools[{number}] ({named!r}) is none that this policy can call: {instead}"
+            raise Refused(400, text, param="tools")
+        tools.append(read)
+    return tools
 
 
 def function_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import msgspec
 from paceline.config.gateway import GatewaySection
 from paceline.envs.protocol import ChatMessage, Reply
 from paceline.envs.recorder import Recorder
+from paceline.errors import EnvError
 from paceline.runtime.gateway.asked import Answered, Asked, Said
 from paceline.runtime.gateway.failures import Refused
 from paceline.tokens.tokenizer import ChatTokenizer
@@ -22,7 +23,11 @@ _KEPT: Final = 64
 """Answers a rollout keeps for retries, the latest: a retry follows its request closely."""
 
 _CLOSE_S: Final = 5.0
-"""Seconds a call under way has to come back with its tokens when the endpoint is closed."""
+"""Seconds a call under way has to come back with its tokens when the endpoint is closed, and then to stop before it is
+cancelled again."""
+
+_STUCK_S: Final = 300.0
+"""Seconds of being cancelled again and again after which a call does not stop."""
 
 
 class Calls(Protocol):
@@ -192,11 +197,28 @@ class Session:
             await self.calls.hang_up()
             await asyncio.wait(running, timeout=_CLOSE_S)
         finally:  # cancelled while it waits, too: nobody is left who would hear the answers
-            left = [task for task in running if not task.done()]
+            await self._stop(running)
+
+    async def _stop(self, running: list[asyncio.Task[Answered]]) -> None:
+        """Cancel calls until they have stopped, though we are cancelled meanwhile: a call that ran on would hold a place
+        of its engine that counts as free. EnvError when they do not stop."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + _STUCK_S
+        was_cancelled = False
+        while left := [task for task in running if not task.done()]:
+            if loop.time() >= until:
+                raise EnvError(
+                    f"a model call of {self.label} did not stop within {_STUCK_S:g} s of being cancelled: its engine's "
+                    "client catches CancelledError and goes on"
+                )
             for task in left:
                 task.cancel()
-            if left:
+            try:
                 await asyncio.wait(left, timeout=_CLOSE_S)
+            except asyncio.CancelledError:
+                was_cancelled = True
+        if was_cancelled:
+            raise asyncio.CancelledError
 
 
 def format_of(config: GatewaySection, tokenizer: ChatTokenizer) -> str:

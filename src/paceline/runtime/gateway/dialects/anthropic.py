@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from paceline.runtime.gateway.asked import (
     name_tools,
     stop_strings,
     text_of,
-    wants_no_tools,
+    tools_of,
     whole_number,
 )
 from paceline.runtime.gateway.failures import Refused
@@ -38,7 +39,9 @@ class Messages:
             messages += _messages(message, f"messages[{number}]")
         return Asked(
             messages=name_tools(messages),
-            tools=None if wants_no_tools(body) else _tools(body.get("tools")),
+            tools=tools_of(
+                body, _function, "one that Anthropic's servers run has none here; give an input_schema"
+            ),
             max_tokens=whole_number(body, "max_tokens"),
             stop=stop_strings(body, "stop_sequences"),
             stream=bool(body.get("stream")),
@@ -183,16 +186,7 @@ def _assistant(content: list[Any], where: str) -> list[dict[str, Any]]:
     return [read]
 
 
-def _tools(listed: Any) -> list[dict[str, Any]] | None:
-    if not listed:
+def _function(tool: Mapping[str, Any]) -> dict[str, Any] | None:
+    if tool.get("type") not in (None, "custom") or "input_schema" not in tool:
         return None
-    if not isinstance(listed, list) or not all(isinstance(tool, dict) for tool in listed):
-        raise Refused(400, "tools must be a list of objects")
-    tools = []
-    for tool in listed:
-        if tool.get("type") not in (None, "custom") or "input_schema" not in tool:
-            raise Refused(
-                400, f"tool {tool.get('name')!r} is one that Anthropic's servers run: give it an input_schema"
-            )
-        tools.append(function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema")))
-    return tools
+    return function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"))

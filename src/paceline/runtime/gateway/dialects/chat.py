@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from paceline.runtime.gateway.asked import (
@@ -16,7 +17,7 @@ from paceline.runtime.gateway.asked import (
     name_tools,
     stop_strings,
     text_of,
-    wants_no_tools,
+    tools_of,
     wants_usage,
     whole_number,
 )
@@ -30,10 +31,9 @@ class Chat:
         listed = body.get("messages")
         if not isinstance(listed, list) or not listed:
             raise Refused(400, "messages must be a list of at least one message", param="messages")
-        tools = None if wants_no_tools(body) else _tools(body.get("tools"))
         return Asked(
             messages=name_tools([_message(message, number) for number, message in enumerate(listed)]),
-            tools=tools,
+            tools=tools_of(body, _function, "give one of type 'function'"),
             max_tokens=whole_number(body, "max_completion_tokens", "max_tokens"),
             stop=stop_strings(body),
             n=answers(body),
@@ -172,17 +172,8 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     return call_message(str(call.get("id") or ""), function["name"], function.get("arguments") or "{}")
 
 
-def _tools(listed: Any) -> list[dict[str, Any]] | None:
-    if not listed:
+def _function(tool: Mapping[str, Any]) -> dict[str, Any] | None:
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
         return None
-    if not isinstance(listed, list):
-        raise Refused(400, "tools must be a list", param="tools")
-    tools = []
-    for tool in listed:
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict):
-            raise Refused(400, "only tools of type 'function' can be called by this policy", param="tools")
-        tools.append(
-            function_tool(function.get("name"), function.get("description"), function.get("parameters"))
-        )
-    return tools
+    return function_tool(function.get("name"), function.get("description"), function.get("parameters"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from paceline.runtime.gateway.asked import (
@@ -14,7 +15,7 @@ from paceline.runtime.gateway.asked import (
     ignored,
     name_tools,
     text_of,
-    wants_no_tools,
+    tools_of,
     whole_number,
 )
 from paceline.runtime.gateway.failures import Refused
@@ -52,7 +53,9 @@ class Responses:
             messages.insert(0, {"role": "system", "content": instructions})
         return Asked(
             messages=name_tools(messages),
-            tools=None if wants_no_tools(body) else _tools(body.get("tools")),
+            tools=tools_of(
+                body, _function, "one that runs on OpenAI's servers has none here; give functions"
+            ),
             max_tokens=whole_number(body, "max_output_tokens"),
             stream=bool(body.get("stream")),
             ignored=ignored(body),
@@ -239,17 +242,7 @@ def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
     return messages[-1]
 
 
-def _tools(listed: Any) -> list[dict[str, Any]] | None:
-    if not listed:
+def _function(tool: Mapping[str, Any]) -> dict[str, Any] | None:
+    if tool.get("type") != "function":
         return None
-    if not isinstance(listed, list):
-        raise Refused(400, "tools must be a list", param="tools")
-    tools = []
-    for tool in listed:
-        if not isinstance(tool, dict) or tool.get("type") != "function":
-            kind = tool.get("type") if isinstance(tool, dict) else type(tool).__name__
-            raise Refused(
-                400, f"a tool of type {kind!r} runs on OpenAI's servers: give functions", param="tools"
-            )
-        tools.append(function_tool(tool.get("name"), tool.get("description"), tool.get("parameters")))
-    return tools
+    return function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"))
