@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from paceline.domain.batch import PackedBatch
 from paceline.domain.commands import Command
 from paceline.domain.events import Event
-from paceline.domain.ids import Version
+from paceline.domain.ids import RolloutId, Version
 from paceline.domain.load import EngineInfo, EngineLoad
+from paceline.domain.part import Part
 from paceline.domain.rollout import Finish, VersionRuns
 
 
@@ -145,6 +146,17 @@ class Journal(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+class Parts(Protocol):
+    """Keeps what rollouts under way have sampled, so that a later life can go on from it. Never blocks, never raises for
+    a slow disk."""
+
+    def keep(self, part: Part) -> None: ...
+
+    def ended(self, rollout: RolloutId) -> None:
+        """It has its record: its parts are needed no more."""
+        ...
 
 
 class Services(Protocol):

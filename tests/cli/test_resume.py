@@ -92,7 +92,7 @@ def test_state_and_batch_list_come_back_with_every_token(
     state = msgspec.msgpack.decode(msgspec.msgpack.encode(state), strict=False)
     for name in ("list", "groups", "processing", "flights", "cut", "seq"):
         assert state[name] == expected[name], name
-    assert [r for r, _ in read.recovery.under_way] == list(world.running)
+    assert [each.id for each in read.recovery.under_way] == list(world.running)
 
 
 def test_what_was_commanded_and_not_answered_is_owed_the_same_to_the_byte(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def as_read(journal: list[Any]) -> list[Any]:
             encoder.encode([seq, at, line_of(event), [line_of(command) for command in commands]])
         )
         restored = restorer.event(line.event)
-        found.append((seq, restored, [restorer.command(command) for command in line.commands]))
+        found.append((seq, at, restored, [restorer.command(command) for command in line.commands]))
     return found
 
 
@@ -95,8 +95,8 @@ def test_the_fold_over_the_journal_is_the_core_at_every_record(seed: int) -> Non
 
     recovery = Recovery(EMPTY)
     compared = 0
-    for seq, event, commands in as_read(trace.journal):
-        recovery.apply(seq, event, commands)
+    for seq, at, event, commands in as_read(trace.journal):
+        recovery.apply(seq, at, event, commands)
         if (expected := snapshots[seq]) is not None:
             compared += 1
             assert recovery.wanted() <= set(rollouts)

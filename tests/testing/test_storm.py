@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from paceline.core.batching import BatchList
 from paceline.core.fleet import EngineState
+from paceline.core.parts import whole_parts
 from paceline.core.recovery import Recovery
 from paceline.domain import commands as do
+from paceline.domain import events as on
+from paceline.domain.part import Part
 from paceline.testing import storm
 
 LOTS = 25
@@ -44,6 +48,15 @@ def loses_retries(recovery: Recovery, rollout: Any, again: bool) -> None:
     ENDED(recovery, rollout, False)
 
 
+def keeps_what_is_lost(recovery: Recovery, event: on.RolloutContinued) -> None:
+    flight = recovery._flights[event.rollout]
+    flight.oldest = event.oldest
+
+
+def takes_every_part(parts: Iterable[Part], requests: int) -> tuple[Part, ...]:
+    return whole_parts(parts, 10**9)
+
+
 ENDED, SHIP = Recovery._ended, Recovery._ship
 
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
@@ -52,6 +65,16 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "the permit of a rollout is never given back": (EngineState, "remove", forgets_a_permit),
     "what grew stale is not swept": (BatchList, "sweep", sweeps_too_late),
     "what was commanded and not answered is forgotten": (Recovery, "owed", lambda *_: []),
+    "tokens that a rollout lost at a restart stay with it after the next": (
+        Recovery,
+        "_continued",
+        keeps_what_is_lost,
+    ),
+    "a rollout goes on with tokens that the journal does not know of": (
+        storm,
+        "whole_parts",
+        takes_every_part,
+    ),
 }
 
 

@@ -11,14 +11,17 @@ import msgspec
 
 from paceline.cli.rundir import trainer_steps
 from paceline.config import ReferenceTrainer, RunConfig
+from paceline.core.parts import UnderWay, whole_parts
 from paceline.core.rebuild import Extras
-from paceline.core.recovery import EMPTY, CannotFold, Recovery, lost_rollout
+from paceline.core.recovery import EMPTY, CannotFold, Recovery
 from paceline.domain.commands import ProcessGroup, ShipBatch
 from paceline.domain.ids import EnvName, RolloutId
+from paceline.domain.part import Part
 from paceline.domain.rollout import Rollout
 from paceline.errors import ConfigError, WireError
 from paceline.journal import read_extras, read_journal, read_rollouts
 from paceline.journal.files import file_numbers
+from paceline.journal.partial import read_parts
 from paceline.runtime.checkpoints import Checkpoints
 from paceline.transport.layout import VERSION_FILE, WEIGHTS, batch_dir, steps_in, versions_in, weights_dir
 from paceline.transport.status import read_status
@@ -34,8 +37,12 @@ class Resumption(msgspec.Struct, frozen=True):
     """Step of the trainer's checkpoint: at most `step`."""
     rollouts: dict[RolloutId, Rollout] | None = None
     """Those that the state names. None when it goes on from a checkpoint alone, without the journal behind it."""
-    ended: tuple[Rollout, ...] = ()
-    """Records of the attempts that the earlier life left under way."""
+    under_way: tuple[UnderWay, ...] = ()
+    """Attempts that the earlier life left under way, in the order of their start."""
+    parts: dict[RolloutId, tuple[Part, ...]] = {}
+    """What is left of those whose group is open."""
+    at: float = 0.0
+    """When the earlier life ended, in seconds of the run's clock."""
     owed: tuple[ProcessGroup | ShipBatch, ...] = ()
     """What was commanded then and never answered."""
     checkpoint: int = 0
@@ -95,7 +102,9 @@ def recovered(run_dir: Path, config: RunConfig, state: dict[str, Any]) -> Resump
         recovery.cut,
         _trained(run_dir, config, recovery.cut),
         read.rollouts,
-        tuple([lost_rollout(rollout, task, read.at) for rollout, task in recovery.under_way]),
+        tuple(recovery.under_way),
+        _parts(run_dir, recovery),
+        read.at,
         tuple(recovery.owed(read.rollouts, read.extras)),
         recovery.base,
     )
@@ -113,7 +122,7 @@ def read_back(run_dir: Path, state: dict[str, Any], group_sizes: Mapping[EnvName
     recovery, at = Recovery(state, group_sizes), 0.0
     try:
         for record in read_journal(run_dir, since=state["seq"], on_note=_unsaid):
-            recovery.apply(record.seq, record.event, record.commands)
+            recovery.apply(record.seq, record.at, record.event, record.commands)
             at = record.at
         rollouts = _rollouts(run_dir, recovery)
         extras = read_extras(run_dir, since=recovery.since, on_note=_unsaid)
@@ -123,6 +132,13 @@ def read_back(run_dir: Path, state: dict[str, Any], group_sizes: Mapping[EnvName
             "checkpoint alone"
         ) from error
     return ReadBack(recovery, rollouts, extras, at)
+
+
+def _parts(run_dir: Path, recovery: Recovery) -> dict[RolloutId, tuple[Part, ...]]:
+    """Of each train rollout under way that its group waits for."""
+    left = [u for u in recovery.under_way if u.task.split == "train" and recovery.is_owed(u.id)]
+    written = read_parts(run_dir, [each.id for each in left]) if left else {}
+    return {each.id: whole_parts(written.get(each.id, ()), each.requests) for each in left}
 
 
 def _unsaid(note: str) -> None:

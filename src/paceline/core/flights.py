@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from paceline.core.accounting import StreamAccount
+from paceline.core.parts import UnderWay
 from paceline.domain.ids import EngineId, EnvName, GroupId, RolloutId, Version
 from paceline.domain.rollout import CancelCause
 from paceline.domain.task import TaskRef
@@ -29,6 +32,7 @@ class Flight:
         "marks",
         "oldest",
         "parked",
+        "requests",
         "reserved",
         "sampled",
         "started",
@@ -48,6 +52,8 @@ class Flight:
         self.account = account
         self.sampled = 0
         """Tokens sampled so far, as the engine requests reported them."""
+        self.requests = 0
+        """Engine requests that sampled them, over all lives of the run."""
         self.oldest: Version | None = None
         """Oldest version behind its tokens, or of its first call while that runs; None before."""
         self.calling = False
@@ -159,6 +165,22 @@ class Flights:
         self._unindex(flight)
         flight.oldest = version
         self._by_version.setdefault(version, {})[flight.id] = flight
+
+    def goes_on_from(self, flight: Flight, tokens: int, oldest: Version | None) -> None:
+        """Of what `flight` had sampled in earlier lives, these tokens are left."""
+        flight.sampled = tokens
+        if oldest is None:
+            self._unindex(flight)
+            flight.oldest = None
+        else:
+            self.sampled_since(flight, oldest)
+
+    def plain(self) -> list[list[Any]]:
+        """Every flight for a checkpoint, oldest first."""
+        return [
+            UnderWay(f.id, f.task, f.sampled, f.requests, f.oldest if f.sampled else None, f.started).plain()
+            for f in self._by_id.values()
+        ]
 
     def older_than(self, version: Version) -> list[Flight]:
         """Flights whose oldest version is below `version`, not yet cancelled; O(what it returns)."""

@@ -1,8 +1,8 @@
 """A run's state from its journal: a fold over what happened and what was commanded, which decides nothing.
 
     recovery = Recovery(checkpoint, group_sizes)
-    for seq, event, commands in records_behind(checkpoint["seq"]):
-        recovery.apply(seq, event, commands)
+    for seq, at, event, commands in records_behind(checkpoint["seq"]):
+        recovery.apply(seq, at, event, commands)
     rollouts = read(recovery.wanted(), recovery.since)          # from the rollout store
     core.restore(recovery.state(rollouts), trained, path, rollouts)
 
@@ -21,6 +21,7 @@ from paceline.core.accounting import Account, StreamAccount
 from paceline.core.batching import masked, oldest_masked
 from paceline.core.groups import GroupState
 from paceline.core.pacing import Pacing
+from paceline.core.parts import UnderWay
 from paceline.core.plain import from_plain, to_plain
 from paceline.core.rebuild import Extras, rebuild
 from paceline.domain import commands as do
@@ -91,6 +92,7 @@ class Recovery:
         """Number of the first record that the checkpoint does not hold."""
         self.seq: int = state["seq"]
         """Number of the first record that was not taken in."""
+        self._at = 0.0
         self.cut: int = state["cut"]
         self._next_group: int = state["next_group"]
         self._curriculum: dict[str, Any] = state["curriculum"]
@@ -101,9 +103,10 @@ class Recovery:
         }
         self._groups = {g["id"]: _Group.restore(g, _same) for g in state["groups"]}
         self._processing = {g["id"]: _Group.restore(g, _same) for g in state["processing"]}
-        self._flights: dict[RolloutId, tuple[TaskRef, list[int]]] = {
-            parse_rollout_id(name): (TaskRef(*task), [sampled]) for name, task, sampled in state["flights"]
-        }
+        self._flights: dict[RolloutId, UnderWay] = {}
+        for row in state["flights"]:
+            flight = UnderWay.restore(row)
+            self._flights[flight.id] = flight
         self._list: dict[RolloutId, _Entry] = {}
         for row in state["list"]:
             rollout = parse_rollout_id(row["rollout"])
@@ -126,6 +129,7 @@ class Recovery:
         self._handlers: dict[type, Callable[[Any], None]] = {
             on.RunOpened: self._opened,
             on.SegmentEnded: self._segment_ended,
+            on.RolloutContinued: self._continued,
             on.GroupProcessed: self._processed,
             on.BatchShipped: self._shipped,
             do.StartRollout: self._start,
@@ -141,9 +145,10 @@ class Recovery:
 
     # ── taking in records ──
 
-    def apply(self, seq: int, event: Event, commands: Sequence[Command]) -> None:
-        """One record: what happened, then what was commanded. CannotFold where the journal does not say enough."""
+    def apply(self, seq: int, at: float, event: Event, commands: Sequence[Command]) -> None:
+        """One record: when, what happened, then what was commanded. CannotFold where the journal does not say enough."""
         self.seq = seq
+        self._at = at
         handlers = self._handlers
         if type(event) is on.RolloutEnded:
             again = any(type(c) is do.NoteRetry and c.rollout == event.rollout.id for c in commands)
@@ -164,7 +169,7 @@ class Recovery:
 
     def _start(self, command: do.StartRollout) -> None:
         rollout, task = command.rollout, command.task
-        self._flights[rollout] = (task, [0])
+        self._flights[rollout] = UnderWay(rollout, task, started=self._at)
         self._account.launched(self._account_of(task))
         self._next_group = max(self._next_group, rollout.group + 1)
         if task.split != "train":
@@ -206,15 +211,26 @@ class Recovery:
             self._draws += 1
 
     def _segment_ended(self, event: on.SegmentEnded) -> None:
-        if flight := self._flights.get(event.rollout):
-            tokens = sum([count for _, count in event.versions])
-            flight[1][0] += tokens
-            self._account.sampled(self._account_of(flight[0]), tokens)
+        if (flight := self._flights.get(event.rollout)) is None or not event.versions:
+            return
+        tokens = sum([count for _, count in event.versions])
+        flight.sampled += tokens
+        flight.requests += tokens > 0
+        self._account.sampled(self._account_of(flight.task), tokens)
+        if flight.task.split == "train":
+            oldest = min([version for version, _ in event.versions])
+            flight.oldest = oldest if flight.oldest is None else min(flight.oldest, oldest)
+
+    def _continued(self, event: on.RolloutContinued) -> None:
+        flight = self._flights[event.rollout]
+        account = self._account_of(flight.task)
+        account.move("in_flight", "failed", event.lost, rollouts=0)
+        flight.sampled, flight.oldest = event.tokens, event.oldest
 
     def _ended(self, rollout: Rollout, again: bool) -> None:
         if (flight := self._flights.pop(rollout.id, None)) is None:
             return
-        task, (sampled,) = flight
+        task, sampled = flight.task, flight.sampled
         account = self._account_of(task)
         if task.split == "eval":
             account.move("in_flight", "eval", sampled)
@@ -336,9 +352,13 @@ class Recovery:
     # ── what comes of it ──
 
     @property
-    def under_way(self) -> list[tuple[RolloutId, TaskRef]]:
+    def under_way(self) -> list[UnderWay]:
         """Attempts that had not ended, in the order of their start."""
-        return [(rollout, task) for rollout, (task, _) in self._flights.items()]
+        return list(self._flights.values())
+
+    def is_owed(self, rollout: RolloutId) -> bool:
+        """Whether the group that a rollout is a member of is open."""
+        return self._group_of(rollout) is not None
 
     @property
     def since(self) -> int:
@@ -390,10 +410,7 @@ class Recovery:
             "curriculum": {**self._curriculum, "draws": self._draws, "envs": self._envs},
             "groups": [group.plain(_same) for group in self._groups.values()],
             "processing": [group.plain(_same) for group in self._processing.values()],
-            "flights": [
-                [str(rollout), [*msgspec.structs.astuple(task)], sampled]
-                for rollout, (task, (sampled,)) in self._flights.items()
-            ],
+            "flights": [flight.plain() for flight in self._flights.values()],
             "shipping": sorted(self._shipping),
             "list": [
                 {

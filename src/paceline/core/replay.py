@@ -197,7 +197,7 @@ class _Replay:
             for record in self._recording.records(event.checkpoint):
                 if record.seq >= seq:
                     break
-                recovery.apply(record.seq, record.event, record.commands)
+                recovery.apply(record.seq, record.at, record.event, record.commands)
             wanted = recovery.wanted()
             rollouts, extras = self._recording.stored(wanted, recovery.since)
             if missing := wanted - rollouts.keys():

@@ -139,6 +139,7 @@ class Turns:
                     engine.id, flight.context, event.cached_tokens, event.seconds, self._out.now
                 )
             flight.sampled += tokens
+            flight.requests += tokens > 0
             flight.context += tokens
             flight.known = flight.context
             if not flight.parked:

@@ -38,6 +38,26 @@ class StartRollout(msgspec.Struct, frozen=True, gc=False, tag=True):
     """Number of the `PutOff` that its group comes from; 0 for a task that was drawn."""
 
 
+class ContinueRollout(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """Go on with a rollout that an earlier life of the run left under way. Answered by exactly one `RolloutEnded`, and
+    before it by a `RolloutContinued`, unless it is cancelled before it has begun."""
+
+    rollout: RolloutId
+    task: TaskRef
+    group_seed: int
+    noise_seed: int
+    engine: EngineId
+    """Where its turns should go; empty for one that is cancelled at once."""
+    version: Version
+    started: float
+    """When it was first started, in seconds of the run's clock: its deadline counts from there."""
+    tokens: int
+    """Sampled so far, by the journal."""
+    requests: int
+    """Engine requests that sampled them."""
+    reason: str = ""
+
+
 class GrantTurn(msgspec.Struct, frozen=True, gc=False, tag=True):
     """Let a waiting rollout call an engine, once. Answered by exactly one `SegmentEnded`."""
 
@@ -263,6 +283,7 @@ class FinishRun(msgspec.Struct, frozen=True, gc=False, tag=True):
 
 Command: TypeAlias = (
     StartRollout
+    | ContinueRollout
     | GrantTurn
     | CancelRollout
     | ParkRollout

@@ -274,6 +274,9 @@ class Environment:
     score then does not train."""
     whole_group: ClassVar[bool] = False
     """True when the members of a group run together, in one call: they are started together, or not at all."""
+    replayable: ClassVar[bool] = False
+    """True when `rollout` may be run again over the same answers, after a restart: it does no harm the second time, says
+    the same to the model (chance from `ctx` alone) and ends with the same state. See `docs/continuing.md`."""
     _surroundings: Surroundings | None = None
 
     @property
@@ -324,9 +327,16 @@ class Environment:
 class SingleTurnEnv(Environment):
     """One question, one answer, one score."""
 
+    replayable = True
     system_prompt: str | None = None
     blocking: ClassVar[bool] = False
     """True when `score` blocks (it calls a compiler, say): it then runs in a thread."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        # Known of the course that is written here, and of no other.
+        if "rollout" in cls.__dict__ and "replayable" not in cls.__dict__:
+            cls.replayable = False
 
     def prompt(self, data: Any) -> Says:
         """What is asked: a text, or messages."""

@@ -81,6 +81,16 @@ class Recorder:
         return view
 
     @property
+    def prompt_ids(self) -> Ids:
+        """Ids that the prepared call adds: all of them in a branch of its own."""
+        return self._prompt
+
+    @property
+    def goes_on_from(self) -> int:
+        """The turn whose ids the prepared call goes on from; -1 in a branch of its own."""
+        return self._tip if self._extends else -1
+
+    @property
     def call_tokens(self) -> int:
         """Tokens the running call has sampled so far."""
         return sum(map(len, self._sampled))

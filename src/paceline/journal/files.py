@@ -10,8 +10,8 @@ from pathlib import Path
 from paceline.errors import WireError
 from paceline.journal.frames import FileKind, Frame, FrameReader, TornStart
 
-FOLDERS: dict[FileKind, str] = {"log": "journal", "rollouts": "rollouts"}
-SUFFIXES: dict[FileKind, str] = {"log": ".log", "rollouts": ".seg"}
+FOLDERS: dict[FileKind, str] = {"log": "journal", "rollouts": "rollouts", "partial": "partial"}
+SUFFIXES: dict[FileKind, str] = {"log": ".log", "rollouts": ".seg", "partial": ".part"}
 
 FOLLOW_POLL_S = 0.1
 """Like everything that reads a run directory from elsewhere: network file systems send no events."""

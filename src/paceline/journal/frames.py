@@ -30,7 +30,7 @@ SCHEMA = 1
 """Of everything in the files. Fields may be added to records without a new number; readers ignore those they do not
 know and fill in those they miss."""
 
-RECORDS, ROLLOUTS, SNAPSHOT, EXTRAS = 1, 2, 3, 4
+RECORDS, ROLLOUTS, SNAPSHOT, EXTRAS, PARTS = 1, 2, 3, 4, 5
 """Kinds of frames. A reader skips kinds that it does not know. `SNAPSHOT` is reserved."""
 
 _START = struct.Struct("<8sHHII")
@@ -40,7 +40,7 @@ _MARK = b"PLFR"
 FRAME_BYTES = _FRAME.size + _CRC.size
 _MAX_HEADER = 1 << 16
 
-FileKind: TypeAlias = Literal["log", "rollouts"]
+FileKind: TypeAlias = Literal["log", "rollouts", "partial"]
 
 
 class TornStart(WireError):

@@ -75,10 +75,18 @@ class Account(LifeWatcher):
         self._settled: dict[tuple[EnvName, Split], _Settled] = {}
         lives.watch(self)
 
-    def on_settled(self, at: float, life: Life, shipped: Shipped | None) -> None:
+    def on_lost(self, at: float, life: Life, tokens: int) -> None:
+        lost = self._of(life).tokens
+        lost["failed"] = lost.get("failed", 0) + tokens
+
+    def _of(self, life: Life) -> _Settled:
         key = (life.env, life.split)
         if (settled := self._settled.get(key)) is None:
             settled = self._settled[key] = _Settled()
+        return settled
+
+    def on_settled(self, at: float, life: Life, shipped: Shipped | None) -> None:
+        settled = self._of(life)
         fate = life.fate or "failed"
         settled.rollouts[fate] = settled.rollouts.get(fate, 0) + 1
         tokens = settled.tokens

@@ -63,6 +63,9 @@ def _of_event(event: Event, subject: Subject) -> Iterator[str]:
                 f"{event.rollout} had {tokens} tokens from {event.engine} under {under} after {event.seconds:.2f} s "
                 f"({event.finish}){failed}"
             )
+        case on.RolloutContinued() if subject.has(event.rollout):
+            lost = f"; {event.lost} were lost: {event.why}" if event.lost else ""
+            yield f"{event.rollout} continued after the restart from {event.tokens:,} tokens{lost}"
         case on.RolloutEnded(rollout=rollout) if subject.has(rollout.id):
             outcome = rollout.outcome
             why = ": ".join(filter(None, (outcome.cause, outcome.detail)))
@@ -90,6 +93,12 @@ def _of_command(command: Command, subject: Subject) -> Iterator[str]:
                 why = f": {command.reason}" if command.reason else ""
                 task = f"{command.task.env} task {command.task.index}"
                 yield f"{command.rollout} ({task}) was started on {command.engine}, v{command.version}{why}"
+        case do.ContinueRollout() if subject.has(command.rollout):
+            where = f"on {command.engine}, v{command.version}" if command.engine else "to be ended"
+            yield (
+                f"{command.rollout} was begun again {where}, over the {command.tokens:,} tokens that it had: "
+                f"{command.reason}"
+            )
         case do.GrantTurn() if subject.has(command.rollout):
             yield f"{command.rollout} was let through to {command.engine}, which held v{command.version}"
         case do.CancelRollout() if subject.has(command.rollout):

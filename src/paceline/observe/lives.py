@@ -15,6 +15,7 @@ from collections.abc import Mapping
 
 from paceline.domain.batch import Batch
 from paceline.domain.commands import (
+    ContinueRollout,
     FinishRun,
     NoteDiscarded,
     NoteStale,
@@ -23,7 +24,14 @@ from paceline.domain.commands import (
     SplitGroup,
     StartRollout,
 )
-from paceline.domain.events import GroupProcessed, RolloutEnded, RunOpened, SegmentEnded, TurnRequested
+from paceline.domain.events import (
+    GroupProcessed,
+    RolloutContinued,
+    RolloutEnded,
+    RunOpened,
+    SegmentEnded,
+    TurnRequested,
+)
 from paceline.domain.group import Fate, GroupResult, Verdict
 from paceline.domain.ids import EngineId, EnvName, GroupId, RolloutId, Version
 from paceline.domain.rollout import Ending, Rollout
@@ -114,6 +122,9 @@ class LifeWatcher:
 
     def on_start(self, at: float, life: Life) -> None: ...
 
+    def on_lost(self, at: float, life: Life, tokens: int) -> None:
+        """It went on after a restart without these tokens, which it had sampled."""
+
     def on_end(self, at: float, life: Life) -> None:
         """The rollout ended; what it sampled and earned is known, its fate is not."""
 
@@ -154,6 +165,8 @@ class Lives(Fold):
             StartRollout: self._start,
             TurnRequested: self._turn_requested,
             SegmentEnded: self._segment_ended,
+            ContinueRollout: self._continue,
+            RolloutContinued: self._continued,
             RolloutEnded: self._rollout_ended,
             GroupProcessed: self._group_processed,
             ShipBatch: self._ship,
@@ -213,6 +226,17 @@ class Lives(Fold):
         tally.cached += event.cached_tokens
         tally.prefill += computed
         tally.recomputed += again
+
+    def _continue(self, at: float, command: ContinueRollout) -> None:
+        if (life := self.unsettled.get(command.rollout)) is not None:
+            life.engine = command.engine
+
+    def _continued(self, at: float, event: RolloutContinued) -> None:
+        if (life := self.unsettled.get(event.rollout)) is None or not event.lost:
+            return
+        life.tokens -= event.lost
+        for watcher in self._watchers:
+            watcher.on_lost(at, life, event.lost)
 
     def _rollout_ended(self, at: float, event: RolloutEnded) -> None:
         rollout = event.rollout

@@ -12,7 +12,14 @@ from collections.abc import Mapping
 
 import msgspec
 
-from paceline.domain.commands import FinishRun, GrantTurn, ShipBatch, StartRollout, UpdateWeights
+from paceline.domain.commands import (
+    ContinueRollout,
+    FinishRun,
+    GrantTurn,
+    ShipBatch,
+    StartRollout,
+    UpdateWeights,
+)
 from paceline.domain.events import (
     BatchShipped,
     EngineJoined,
@@ -115,6 +122,7 @@ class Spans(Fold):
         return {
             RunOpened: self._run_opened,
             StartRollout: self._start,
+            ContinueRollout: self._continue,
             TurnRequested: self._asked,
             GrantTurn: self._granted,
             SegmentEnded: self._answered,
@@ -156,6 +164,10 @@ class Spans(Fold):
         self._open[command.rollout] = Lane(
             command.rollout, command.task, command.engine, command.version, at, []
         )
+
+    def _continue(self, at: float, command: ContinueRollout) -> None:
+        if (lane := self._open.get(command.rollout)) is not None:
+            lane.engine = command.engine or lane.engine
 
     def _asked(self, at: float, event: TurnRequested) -> None:
         if (lane := self._open.get(event.rollout)) is not None:

@@ -1,6 +1,6 @@
 """The policy as one rollout sees it: chat in, exact ids recorded.
 
-A model call is a chain of engine requests, each of which extends exactly the ids so far. Each asks the turn gate,
+A rollout of an earlier life is answered from its record first (`continuing`). A model call is a chain of engine requests, each of which extends exactly the ids so far. Each asks the turn gate,
 and each is reported when it ends. An engine that stops a request of its own accord (to load weights, or to park the
 rollout) hands back what it sampled, and the chain goes on from there.
 
@@ -25,9 +25,10 @@ from paceline.config.environment import Limits
 from paceline.config.model import SamplingSection
 from paceline.core.samples import HIGHEST_LOGPROB, LOWEST_LOGPROB
 from paceline.core.streams import mix
-from paceline.domain.commands import GrantTurn, StartRollout
-from paceline.domain.events import SegmentEnded, TurnRequested
+from paceline.domain.commands import ContinueRollout, GrantTurn, StartRollout
+from paceline.domain.events import RolloutContinued, SegmentEnded, TurnRequested
 from paceline.domain.ids import EngineId
+from paceline.domain.part import Asked, Part
 from paceline.domain.rollout import CancelCause, Finish, Limit, Message
 from paceline.envs.endpoint import Endpoint
 from paceline.envs.protocol import (
@@ -42,6 +43,7 @@ from paceline.envs.protocol import (
 from paceline.envs.recorder import NO_IDS, Recorder
 from paceline.errors import EngineBusy, EngineError, EngineUnavailable, EnvError
 from paceline.ports import Engine, GenerateReply, GenerateRequest, SamplingParams
+from paceline.runtime.continuing import Record
 from paceline.runtime.gate import TurnGate
 from paceline.runtime.gateway.server import Gateway
 from paceline.tokens import Bridge, ChatTokenizer, Conversation, Plan
@@ -59,8 +61,14 @@ never gets anywhere must end."""
 
 _TOKENS: Limit | None = "tokens"
 
+_NOTHING_ASKED: Final = Asked(0)
+
 Ids: TypeAlias = NDArray[np.int32]
 Where: TypeAlias = Literal["env", "gate", "engine"]
+
+
+Launch: TypeAlias = StartRollout | ContinueRollout
+"""What a rollout is begun with."""
 
 
 class PromptTooLong(EnvError):
@@ -89,13 +97,18 @@ class ModelCalls:
         "_gate",
         "_gateway",
         "_hung_up",
+        "_keep",
         "_limits",
+        "_mark",
         "_max_context",
         "_name",
         "_noise_by_position",
         "_noise_seed",
+        "_on_record_end",
         "_parked",
         "_poison",
+        "_record_left",
+        "_requests",
         "_rollout",
         "_sampling",
         "_session",
@@ -120,7 +133,7 @@ class ModelCalls:
 
     def __init__(
         self,
-        command: StartRollout,
+        command: Launch,
         shared: EnvRuntime,
         engines: Mapping[EngineId, Engine],
         gate: TurnGate,
@@ -128,7 +141,12 @@ class ModelCalls:
         *,
         noise_by_position: bool,
         gateway: Gateway | None = None,
+        parts: Sequence[Part] = (),
+        keep: Callable[[Part], None] | None = None,
+        on_record_end: Callable[[RolloutContinued, str], None] = lambda event, strayed: None,
     ) -> None:
+        """`parts`: what earlier lives have left of the rollout; `on_record_end` is told when it has come to the end of
+        that, and how its environment strayed from it, if it did. `keep` is given what is sampled in this life."""
         self._rollout = command.rollout
         self._name = str(command.rollout)
         self._session = f"g{command.rollout.group}"
@@ -145,6 +163,18 @@ class ModelCalls:
         self._conversation = Conversation(shared.bridge)
         self._gateway = gateway
         self._hung_up = False
+        self._keep = keep
+        self._on_record_end = on_record_end
+        self._requests = 0
+        """Engine requests that sampled something, those of earlier lives included."""
+        self._record_left: Record | None = None
+        """What of its record the rollout has still before it."""
+        self._mark = ""
+        if isinstance(command, ContinueRollout):
+            self._requests = command.requests
+            self._record_left = Record(command, parts)
+            # An engine may still be busy with the request that the earlier life had under way.
+            self._mark = f"-{round(1000 * clock()):x}"
         self._poison = ""
         self._parked = False
         """Set when it is parked in the moment between a grant and the request: the request is not sent."""
@@ -350,6 +380,7 @@ class ModelCalls:
         call = _Call(mix(self._noise_seed, len(self.recorder.turns)), stops)
         try:
             allowed, cut = self._allowance(max_tokens)
+            call.asked = self._asked(allowed, stops)
             while True:
                 try:
                     finish = await self._segment(call, allowed)
@@ -390,7 +421,10 @@ class ModelCalls:
     async def _segment(self, call: _Call, allowed: int) -> Finish:
         """One engine request. Returns how it ended; `abort` also where the chain has to go on for another reason."""
         recorder = self.recorder
-        left = allowed - recorder.call_tokens
+        if self._record_left is not None and (recorded := await self._recorded(self._record_left, call)):
+            return recorded.finish
+        before = recorder.call_tokens
+        left = allowed - before
         stop = call.stop
         # A stop string that began before the boundary is unknown to the engine: it sees this request's tokens only.
         # So the chain goes on token by token until the string is complete or ruled out.
@@ -408,6 +442,7 @@ class ModelCalls:
         self.gate_s += sent - asked
         call.queued_s += sent - asked
         call.engine = grant.engine
+        call.ended = 0.0
         if not call.segments:
             call.started = sent
         seed = call.seed
@@ -418,7 +453,7 @@ class ModelCalls:
         sampling = self._sampling
         most = 1 if in_stop else left if grant.max_tokens is None else min(left, grant.max_tokens)
         request = GenerateRequest(
-            f"{self._name}.t{len(recorder.turns)}.s{call.segments}",
+            f"{self._name}.t{len(recorder.turns)}.s{call.segments}{self._mark}",
             recorder.context,
             SamplingParams(
                 most,
@@ -433,16 +468,22 @@ class ModelCalls:
             f"v{grant.version}",
         )
         call.segments += 1
+        model_s = self.model_s
         reply = await self._generate(grant, request)
         recorder.segment(reply.token_ids, reply.logprobs, reply.versions, reply.cached_tokens)
         finish = reply.finish
         if finish == "length":
             if in_stop and any(string in self._tail(stop) for string in stop):
-                return "stop"
-            if most < left:
+                finish = "stop"
+            elif most < left:
                 finish = "abort"
         if len(reply.token_ids):
             call.empty = 0
+            if self._keep is not None:
+                self._keep(
+                    self._part(call, reply, finish, before, sent - asked, sent, self.model_s - model_s)
+                )
+            self._requests += 1
         elif finish == "abort":
             call.empty += 1
             if call.empty == EMPTY_ABORTS:
@@ -452,13 +493,83 @@ class ModelCalls:
                 raise EngineError(self.engine_error)
         return finish
 
+    # ── parts ──
+
+    def _asked(self, allowed: int, stops: tuple[str, ...]) -> Asked:
+        sampling = self._sampling
+        return Asked(allowed, sampling.temperature, sampling.top_p, sampling.top_k, stops)
+
+    def _part(
+        self,
+        call: _Call,
+        reply: GenerateReply,
+        finish: Finish,
+        before: int,
+        queued_s: float,
+        started: float,
+        model_s: float,
+    ) -> Part:
+        recorder = self.recorder
+        return Part(
+            self._rollout,
+            self._requests,
+            len(recorder.turns),
+            before,
+            recorder.goes_on_from,
+            NO_IDS if before else recorder.prompt_ids,
+            reply.token_ids,
+            reply.logprobs,
+            reply.versions,
+            finish,
+            call.asked,
+            call.engine,
+            reply.cached_tokens,
+            queued_s,
+            started,
+            self._clock(),
+            model_s,
+        )
+
+    async def _recorded(self, record: Record, call: _Call) -> Part | None:
+        """The next request, as an earlier life has recorded it; None where the record ends."""
+        await asyncio.sleep(0)  # a long record must not hold up the loop
+        recorder = self.recorder
+        part = record.next(
+            len(recorder.turns),
+            recorder.call_tokens,
+            recorder.goes_on_from,
+            recorder.prompt_ids,
+            call.asked,
+        )
+        if part is None:
+            self.end_record()
+            return None
+        recorder.segment(part.sampled_ids, part.logprobs, part.versions, part.cached_tokens)
+        if not call.segments:
+            call.started = part.started
+        call.segments += 1
+        call.engine = part.engine
+        call.queued_s += part.queued_s
+        call.ended = part.ended
+        self.gate_s += part.queued_s
+        self.model_s += part.model_s
+        return part
+
+    def end_record(self) -> None:
+        """The rollout goes on, or ends, from here: tell it, if it has a record before it."""
+        record, self._record_left = self._record_left, None
+        if record is not None:
+            is_mid_turn = self.recorder.call_tokens > 0
+            turns = len(self.recorder.turns) + is_mid_turn
+            self._on_record_end(record.end(is_mid_turn=is_mid_turn, turns=turns), record.strayed)
+
     def _record(self, plan: Plan | None, call: _Call, finish: Finish) -> None:
         turn = self.recorder.commit(
             finish,
             engine=call.engine,
             queued_s=call.queued_s,
             started=call.started,
-            ended=self._clock(),
+            ended=call.ended or self._clock(),
             segments=call.segments,
         )
         ids = turn.sampled_ids
@@ -567,15 +678,29 @@ class ModelCalls:
 class _Call:
     """What adds up over the segments of one turn."""
 
-    __slots__ = ("empty", "engine", "queued_s", "seed", "segments", "started", "stop", "unavailable")
+    __slots__ = (
+        "asked",
+        "empty",
+        "ended",
+        "engine",
+        "queued_s",
+        "seed",
+        "segments",
+        "started",
+        "stop",
+        "unavailable",
+    )
 
     def __init__(self, seed: int, stop: tuple[str, ...]) -> None:
         self.seed = seed
         self.stop = stop
         """Strings that end it."""
+        self.asked = _NOTHING_ASKED
         self.engine: EngineId = ""
         self.queued_s = 0.0
         self.started = 0.0
+        self.ended = 0.0
+        """When its latest request ended, if that is from a record; 0 if it is not."""
         self.segments = 0
         self.empty = 0
         self.unavailable = 0

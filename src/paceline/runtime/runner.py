@@ -1,6 +1,6 @@
 """Runs one rollout: the environment's coroutine, its budgets, and its one terminal record.
 
-`run` answers `StartRollout`. Whatever happens in the environment, the engine or the scorer, it returns exactly one
+`run` answers `StartRollout` and `ContinueRollout`. Whatever happens in the environment, the engine or the scorer, it returns exactly one
 `Rollout`, and only when the work has really stopped.
 
 How a rollout ends, first match first:
@@ -25,23 +25,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, get_args
 
 import msgspec
 
-from paceline.domain.commands import StartRollout
+from paceline.domain.commands import ContinueRollout
+from paceline.domain.events import RolloutContinued
 from paceline.domain.ids import EngineId, EnvName, RolloutId
+from paceline.domain.part import Part
 from paceline.domain.rollout import COMPLETED, CancelCause, FailureCause, Limit, Outcome, Rollout
 from paceline.domain.task import Split, Task
 from paceline.envs.causes import cause_of, is_interruption
 from paceline.envs.protocol import Context, Result, RolloutTruncated
 from paceline.envs.text import cut_text
 from paceline.errors import EngineError, EnvError, InvariantError, said_by
-from paceline.ports import Engine
+from paceline.ports import Engine, Parts
 from paceline.runtime.gate import TurnGate
 from paceline.runtime.gateway.server import Gateway
-from paceline.runtime.model import EnvRuntime, ModelCalls
+from paceline.runtime.model import EnvRuntime, Launch, ModelCalls
 
 STOP_S: Final = 5.0
 """Seconds an aborted engine request has to come back with its tokens, and a cancelled environment to clean up, before
@@ -69,8 +72,12 @@ class RolloutRunner:
         *,
         noise_by_position: bool = False,
         gateway: Gateway | None = None,
+        parts: Parts | None = None,
+        left: Mapping[RolloutId, Sequence[Part]] | None = None,
     ) -> None:
         """`gateway` serves agent programs; without one, no rollout can.
+
+        `parts` keeps what rollouts sample until they end; `left` is what an earlier life has kept of those that go on.
 
         `noise_by_position`: the engines' noise depends on (seed, position in the sequence) alone, so a turn may
         keep its seed over its segments and comes out as if it had not been cut. Others get a seed a segment."""
@@ -80,6 +87,14 @@ class RolloutRunner:
         self._clock = clock
         self._noise_by_position = noise_by_position
         self._gateway = gateway
+        self._parts = parts
+        self._left = dict(left or {})
+        self._told: set[EnvName] = set()
+        """Environments that did not repeat themselves, as far as it was told."""
+        self.on_continued: Callable[[RolloutContinued], None] = lambda event: None
+        """Told of each rollout of an earlier life that has come to the end of its record."""
+        self.on_note: Callable[[str], None] = lambda note: None
+        """Told once of each environment whose rollouts leave their record."""
         self._running: dict[RolloutId, _Run] = {}
         self._early: dict[RolloutId, CancelCause] = {}  # cancelled before their task has taken its first step
         self.is_sole_canceller = False
@@ -92,8 +107,8 @@ class RolloutRunner:
         """Rollouts that have not returned their record yet."""
         return len(self._running)
 
-    async def run(self, command: StartRollout) -> Rollout:
-        """Carry out one rollout; see the module for how it ends. Raises only when the task itself is cancelled."""
+    async def run(self, command: Launch) -> Rollout:
+        """Carry out one rollout, or go on with it; see the module for how it ends. Raises only when the task itself is cancelled."""
         shared = self._environments.get((command.task.split, command.task.env))
         if shared is None:
             raise InvariantError(f"no environment {command.task.env!r} for split {command.task.split!r}")
@@ -105,14 +120,20 @@ class RolloutRunner:
             self._clock,
             noise_by_position=self._noise_by_position,
             gateway=self._gateway,
+            parts=self._left.pop(command.rollout, ()),
+            keep=None if self._parts is None else self._parts.keep,
+            on_record_end=partial(self._record_ended, command.task.env),
         )
         run = _Run(self, command, shared, model, self._clock)
         self._running[command.rollout] = run
         early = self._early.pop(command.rollout, None)
         try:
-            return await run.to_its_end() if early is None else run.unstarted(early)
+            ended = await run.to_its_end() if early is None else run.unstarted(early)
         finally:
             del self._running[command.rollout]
+        if self._parts is not None:
+            self._parts.ended(command.rollout)
+        return ended
 
     def cancel(self, rollout: RolloutId, cause: CancelCause) -> None:
         """Make a rollout end soon, with the tokens it has. One that has ended already is left alone."""
@@ -130,6 +151,16 @@ class RolloutRunner:
         run = self._running.get(rollout)
         if run is not None:
             run.park()
+
+    def _record_ended(self, env: EnvName, event: RolloutContinued, strayed: str) -> None:
+        self.on_continued(event)
+        if strayed and env not in self._told:
+            self._told.add(env)
+            self.on_note(
+                f"env {env!r} does not do again what it did before the restart: of rollout {event.rollout}, {strayed}. It "
+                f"goes on from there without {event.lost} tokens. Further ones are counted and not told: paceline explain "
+                "says how each went on"
+            )
 
 
 class _Run:
@@ -154,7 +185,7 @@ class _Run:
     def __init__(
         self,
         runner: RolloutRunner,
-        command: StartRollout,
+        command: Launch,
         shared: EnvRuntime,
         model: ModelCalls,
         clock: Callable[[], float],
@@ -168,7 +199,8 @@ class _Run:
         self._loop = task.get_loop()
         self._task = task
         self._model = model
-        self._started = clock()
+        # What was used in an earlier life counts; the clock stood still between the two.
+        self._started = command.started if isinstance(command, ContinueRollout) else clock()
         self._ctx = Context(
             command.rollout,
             group_seed=command.group_seed,
@@ -176,7 +208,7 @@ class _Run:
             deadline=self._started + shared.limits.deadline_s,
             clock=clock,
         )
-        self._timer = self._loop.call_later(shared.limits.deadline_s, self._pass_deadline)
+        self._timer = self._loop.call_later(max(0.0, self._ctx.deadline - clock()), self._pass_deadline)
         self._abort: asyncio.Task[None] | None = None
         self._cancels = 0  # of our own task, by us
         self._insisted = 0
@@ -196,6 +228,7 @@ class _Run:
             self._model.stop = self._model.stop or "self"
             for give_back in self._ctx._at_end:
                 give_back()
+        self._model.end_record()
         return self._record(outcome, result)
 
     def unstarted(self, cause: CancelCause) -> Rollout:

@@ -114,6 +114,10 @@ class Script:
     train_s: Callable[[int], float] = lambda _step: 1.0
     """Seconds of one optimizer step."""
     process_s: Callable[[GroupId], float] = lambda _group: 0.0
+    repeat_s: Callable[[RolloutId], float] = lambda _rollout: 0.0
+    """Seconds that a rollout of an earlier life takes to come to the end of its record."""
+    leaves: Callable[[RolloutId, float], int | None] = lambda _rollout, _now: None
+    """The turn at which its environment does something else than it did then, given what time it is."""
     ship_s: float = 0.0
 
 
@@ -162,6 +166,10 @@ def chaos(seed: int, *, failures: float = 0.2, load_failures: float = 0.1, mean_
         tried = tries[engine, version] = tries.get((engine, version), 0) + 1
         return "no space" if tried == 1 and chance("load", engine, version) < load_failures else None
 
+    def leaves(rollout: RolloutId, now: float) -> int | None:
+        turn = int(8 * chance("leaves", *rollout, str(now)))
+        return turn if turn < 3 else None
+
     return Script(
         plan=plan,
         deadline_s=20 * mean_s,
@@ -171,5 +179,7 @@ def chaos(seed: int, *, failures: float = 0.2, load_failures: float = 0.1, mean_
         revive_s=lambda _engine: mean_s,
         train_s=lambda step: 2 * mean_s * chance("train", step),
         process_s=lambda group: mean_s * chance("process", group),
+        repeat_s=lambda rollout: mean_s * chance("repeat", *rollout),
+        leaves=leaves,
         ship_s=0.1,
     )

@@ -24,6 +24,7 @@ import msgspec
 
 from paceline.config import EvalSection
 from paceline.core.admission import AdaptiveCap, Admission, Bounds, FixedCap, PredictiveCap
+from paceline.core.parts import whole_parts
 from paceline.core.recovery import EMPTY, Recovery
 from paceline.core.scheduling import Overlap, Overprovision, Scheduling, Synchronous
 from paceline.core.setup import CoreSetup
@@ -33,6 +34,7 @@ from paceline.domain.commands import Command
 from paceline.domain.events import Event
 from paceline.domain.ids import RolloutId
 from paceline.domain.load import EngineLoad
+from paceline.domain.part import Part
 from paceline.domain.rollout import Rollout
 from paceline.errors import InvariantError
 from paceline.journal.lines import Line, Restorer, line_of
@@ -61,6 +63,8 @@ class Report(NamedTuple):
     lives: int
     faults: int
     rollouts: int
+    continued: int
+    """Rollouts that went on with tokens of an earlier life, each time they did."""
     steps: int
 
 
@@ -87,6 +91,8 @@ class Storm:
         self.records: list[Record] = []
         self.rollouts: dict[RolloutId, Rollout] = {}
         """The rollout store."""
+        self.parts: dict[RolloutId, list[Part]] = {}
+        """The partial store."""
         self.checkpoint: dict[str, Any] = EMPTY
         self.lives = self.faults = self.left = 0
         self.acknowledged = 0
@@ -113,7 +119,10 @@ class Storm:
         self._keep(world, len(world.trace.journal))
         check_records(self.records, world)
         starts = sum(isinstance(c, do.StartRollout) for r in self.records for c in r.commands)
-        return Report(self.seed, len(self.records), self.lives, self.faults, starts, world.core.cut)
+        continued = sum(isinstance(r.event, on.RolloutContinued) and r.event.tokens > 0 for r in self.records)
+        return Report(
+            self.seed, len(self.records), self.lives, self.faults, starts, continued, world.core.cut
+        )
 
     # ── lives ──
 
@@ -135,11 +144,17 @@ class Storm:
             scheduling=self._scheduling(),
             recovery=recovery,
             rollouts=self.rollouts,
+            parts=self._left_of(recovery),
+            replayable=("a",),
             trained=trained,
             first_seq=len(self.records),
             now=self.records[-1].at if self.records else 0.0,
             watch=watch,
         )
+
+    def _left_of(self, recovery: Recovery | None) -> dict[RolloutId, tuple[Part, ...]]:
+        left = [] if recovery is None else recovery.under_way
+        return {each.id: whole_parts(self.parts.get(each.id, ()), each.requests) for each in left}
 
     def _admission(self) -> Admission:
         bounds = Bounds(floor=2, most=12, initial=self.cap, group=4)
@@ -178,9 +193,9 @@ class Storm:
         self._keep(world, len(journal) if whole else self.random.randint(durable, len(journal)))
         begin = self.checkpoint if self.random.random() < 0.7 else EMPTY
         recovery = Recovery(begin)
-        for seq, event, commands in as_read(self.records):
+        for seq, at, event, commands in as_read(self.records):
             if seq >= begin["seq"]:
-                recovery.apply(seq, event, commands)
+                recovery.apply(seq, at, event, commands)
         return self._life(recovery)
 
     def _seen_outside(self, world: World) -> int:
@@ -195,6 +210,11 @@ class Storm:
 
     def _keep(self, world: World, count: int) -> None:
         first = len(self.records)
+        # Written apart from the journal: either may know of what the other has lost.
+        parts = world.trace.parts
+        written = len(parts) if self.random.random() < 0.5 else self.random.randint(0, len(parts))
+        for part in parts[:written]:
+            self.parts.setdefault(part.rollout, []).append(part)
         for at, event, commands in world.trace.journal[:count]:
             self.records.append(Record(at, event, tuple(commands)))
             if isinstance(event, on.RolloutEnded):
@@ -207,14 +227,14 @@ class Storm:
                 self.checkpoint = state
 
 
-def as_read(records: list[Record]) -> list[tuple[int, Event, tuple[Command, ...]]]:
+def as_read(records: list[Record]) -> list[tuple[int, float, Event, tuple[Command, ...]]]:
     """Records as they come back from the log: without arrays."""
     encoder, decoder, restorer = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Line), Restorer()
     found = []
     for seq, (at, event, commands) in enumerate(records):
         line = decoder.decode(encoder.encode([seq, at, line_of(event), [line_of(c) for c in commands]]))
         restored = restorer.event(line.event)
-        found.append((seq, restored, tuple([restorer.command(command) for command in line.commands])))
+        found.append((seq, at, restored, tuple([restorer.command(command) for command in line.commands])))
     return found
 
 
@@ -235,13 +255,28 @@ def check_records(records: list[Record], world: World) -> None:
     launched: Counter[tuple[str, str]] = Counter()
     sampled: Counter[tuple[str, str]] = Counter()
     steps: list[int] = []
+    has: Counter[RolloutId] = Counter()
+    to_go_on: set[RolloutId] = set()
     for record in records:
         event = record.event
-        if isinstance(event, on.RolloutEnded):
-            ended[event.rollout.id] += 1
+        if isinstance(event, on.RunOpened):
+            to_go_on.update(event.continues)
+        elif isinstance(event, on.RolloutContinued):
+            rollout = event.rollout
+            rule(event.tokens + event.lost == has[rollout], "kept and lost", rollout, event, has[rollout])
+            has[rollout] = event.tokens
+            to_go_on.discard(rollout)
+        elif isinstance(event, on.RolloutEnded):
+            rollout = event.rollout.id
+            ended[rollout] += 1
+            if event.rollout.outcome.cause != "restart" and rollout not in to_go_on:
+                recorded = event.rollout.sampled_tokens
+                rule(recorded == has[rollout], "tokens of a record", rollout, recorded, has[rollout])
         elif isinstance(event, on.SegmentEnded):
             task = started[event.rollout].task
-            sampled[task.split, task.env] += sum(count for _, count in event.versions)
+            tokens = sum(count for _, count in event.versions)
+            sampled[task.split, task.env] += tokens
+            has[event.rollout] += tokens
         elif isinstance(event, on.GroupProcessed):
             processed[event.result.group] += 1
             queued.update(v.rollout for v in event.result.verdicts if v.fate == "queued")
@@ -352,7 +387,7 @@ def main(argv: list[str] | None = None) -> int:
             )
     total = {
         name: sum(getattr(r, name) for r in reports)
-        for name in ("events", "lives", "faults", "rollouts", "steps")
+        for name in ("events", "lives", "faults", "rollouts", "continued", "steps")
     }
     print(
         f"{len(reports)} seeds passed, {len(failed)} failed {failed[:10] or ''} in {time.monotonic() - began:.0f} s: {total}"

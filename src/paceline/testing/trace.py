@@ -14,6 +14,7 @@ from paceline.domain.commands import Command
 from paceline.domain.events import Event
 from paceline.domain.group import GroupResult
 from paceline.domain.ids import EnvName, GroupId
+from paceline.domain.part import Part
 from paceline.domain.rollout import Rollout
 
 E = TypeVar("E")
@@ -31,6 +32,8 @@ class Trace:
     launched: list[do.StartRollout] = field(default_factory=list)
     ended: list[Rollout] = field(default_factory=list)
     parked: list[do.ParkRollout] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+    """What engine requests sampled, in order."""
     results: dict[GroupId, GroupResult] = field(default_factory=dict)
     peak_in_flight: int = 0
     finish: do.FinishRun | None = None

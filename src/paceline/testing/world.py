@@ -11,7 +11,7 @@ It performs every command and answers it as `docs/architecture.md` says, with du
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 
 from paceline.core.admission import Admission, FixedCap
 from paceline.core.advantages import Algorithm, builtin
+from paceline.core.parts import may_go_on
 from paceline.core.processing import GroupRules, broken_group, process_group
 from paceline.core.recovery import Recovery, lost_rollout
 from paceline.core.scheduler import Core
@@ -32,7 +33,9 @@ from paceline.domain.events import Event
 from paceline.domain.group import GroupResult
 from paceline.domain.ids import EngineId, EnvName, RolloutId, Version
 from paceline.domain.load import EngineInfo
+from paceline.domain.part import Asked, Part
 from paceline.domain.rollout import CancelCause, Finish, Outcome, Rollout, Turn, VersionRuns
+from paceline.domain.task import TaskRef
 from paceline.testing.script import Plan, Script
 from paceline.testing.trace import Trace
 
@@ -47,13 +50,21 @@ class _Running:
         "part",
         "plan",
         "position",
+        "record",
+        "requests",
         "segments",
         "span",
         "turns",
     )
 
-    def __init__(self, command: do.StartRollout, plan: Plan) -> None:
+    def __init__(
+        self, command: do.StartRollout | do.ContinueRollout, plan: Plan, record: Sequence[Part] = ()
+    ) -> None:
         self.command = command
+        self.record = record
+        """What earlier lives have left of it."""
+        self.requests = 0
+        """Engine requests that sampled something."""
         self.plan = plan
         self.position = 0
         self.turns: list[Turn] = []
@@ -73,7 +84,8 @@ class World:
 
     With `state`, the core goes on from a checkpoint, and the trainer from step `trained` (the checkpoint's own, when
     left out): batches that were shipped and not trained are trained first. With `recovery` it goes on from a journal;
-    `rollouts` are the records that it wants.
+    `rollouts` are the records that it wants, and `parts` what is left of those that were under way: each goes on if its
+    environment is in `replayable`, or has heard no answer yet. What is sampled is in `trace.parts`.
     """
 
     def __init__(
@@ -91,6 +103,8 @@ class World:
         trained: int | None = None,
         recovery: Recovery | None = None,
         rollouts: Mapping[RolloutId, Rollout] | None = None,
+        parts: Mapping[RolloutId, Sequence[Part]] | None = None,
+        replayable: Collection[EnvName] = (),
         first_seq: int = 0,
         now: float = 0.0,
         watch: Callable[[World, Event, list[Command]], None] | None = None,
@@ -127,27 +141,51 @@ class World:
         if recovery is None:
             self.post(on.RunOpened("test", setup.seed, start or None))
         else:
-            self._recover(recovery, rollouts, start)
+            self._recover(recovery, rollouts, start, parts or {}, replayable)
         for number in range(engines):
             self.join(f"e{number}", start)
         for step in owed:
             self._train(step)
 
-    def _recover(self, recovery: Recovery, rollouts: Mapping[RolloutId, Rollout], trained: int) -> None:
+    def _recover(
+        self,
+        recovery: Recovery,
+        rollouts: Mapping[RolloutId, Rollout],
+        trained: int,
+        parts: Mapping[RolloutId, Sequence[Part]],
+        replayable: Collection[EnvName],
+    ) -> None:
         under_way = recovery.under_way
-        for rollout, task in under_way:
-            command = do.StartRollout(rollout, task, 0, 0, "", 0)
-            self.running[rollout] = _Running(command, Plan(()))
+        goes_on = []
+        for left in under_way:
+            command = do.StartRollout(left.id, left.task, 0, 0, "", 0)
+            record = parts.get(left.id, ())
+            self.running[left.id] = _Running(command, Plan(()), record)
+            where = (left.task.split, left.task.env)
+            is_owed = (
+                where[0] == "train" and where not in self.setup.whole_groups and recovery.is_owed(left.id)
+            )
+            if is_owed and may_go_on(record, is_replayable=where[1] in replayable):
+                goes_on.append(left.id)
         for owed in recovery.owed(rollouts, {}):
             getattr(self, f"_do_{type(owed).__name__}")(owed)
         self.post(
             on.RunOpened(
-                "test", self.setup.seed, recovery.cut, True, recovery.base, trained, f"weights/v{trained}"
+                "test",
+                self.setup.seed,
+                recovery.cut,
+                True,
+                recovery.base,
+                trained,
+                f"weights/v{trained}",
+                tuple(goes_on),
             )
         )
-        for rollout, task in under_way:
-            del self.running[rollout]
-            lost = lost_rollout(rollout, task, self.now)
+        for left in under_way:
+            if left.id in goes_on:
+                continue
+            del self.running[left.id]
+            lost = lost_rollout(left.id, left.task, self.now)
             self.trace.ended.append(lost)
             self.post(on.RolloutEnded(lost))
 
@@ -202,16 +240,53 @@ class World:
 
     def _do_StartRollout(self, command: do.StartRollout) -> None:
         self.trace.launched.append(command)
-        rollout, task = command.rollout, command.task
-        if self.script.plan is not None:
-            plan = self.script.plan(rollout, task)
-        else:
-            reward = self.script.reward(rollout, task, self.setup.seed)
-            plan = Plan(((0.0, self.script.seconds(rollout, task)),), reward=reward)
-        running = self.running[rollout] = _Running(command, plan)
+        running = self.running[command.rollout] = _Running(command, self._plan(command.rollout, command.task))
         if isfinite(self.script.deadline_s):
             self._later(running, self.script.deadline_s, lambda: self._deadline(running))
         self._next_turn(running)
+
+    def _plan(self, rollout: RolloutId, task: TaskRef) -> Plan:
+        if self.script.plan is not None:
+            return self.script.plan(rollout, task)
+        reward = self.script.reward(rollout, task, self.setup.seed)
+        return Plan(((0.0, self.script.seconds(rollout, task)),), reward=reward)
+
+    def _do_ContinueRollout(self, command: do.ContinueRollout) -> None:
+        running = self.running[command.rollout]
+        running.command, running.plan = command, self._plan(command.rollout, command.task)
+        running.requests = command.requests
+        if isfinite(self.script.deadline_s):
+            left = command.started + self.script.deadline_s - self.now
+            self._later(running, max(0.0, left), lambda: self._deadline(running))
+        seconds = self.script.repeat_s(command.rollout)
+        self._later(running, seconds, lambda: self._repeat(running, command))
+
+    def _repeat(self, running: _Running, command: do.ContinueRollout) -> None:
+        """Take over what its record holds, up to where its environment leaves it, and go on behind that."""
+        leaves = self.script.leaves(command.rollout, self.now)
+        record = [part for part in running.record if leaves is None or part.turn < leaves]
+        for part in record:
+            running.part += part.versions
+            running.segments += 1
+            if part.finish != "abort":
+                self._keep_turn(running, part.engine, part.started, part.finish)
+        kept = sum(part.tokens for part in record)
+        self.post(
+            on.RolloutContinued(
+                command.rollout,
+                kept,
+                command.tokens - kept,
+                running.position + bool(running.part),
+                bool(running.part),
+                min([version for part in record for version, _ in part.versions], default=None),
+            )
+        )
+        if running.cause is not None:
+            return
+        if running.part:
+            self._ask(running)
+        else:
+            self._next_turn(running)
 
     def _deadline(self, running: _Running) -> None:
         if running.calling is not None:
@@ -297,6 +372,7 @@ class World:
         engine, began = running.calling
         running.calling = None
         versions = self._versions(engine, running.span, tokens)
+        self._keep_part(running, engine, began, versions, "abort")
         running.part += versions
         rollout = running.command.rollout
         self.post(on.SegmentEnded(rollout, engine, versions, finish, seconds=self.now - began))
@@ -323,6 +399,7 @@ class World:
         tokens = min(tokens, running.most)
         versions = self._versions(engine, running.span, tokens)
         rollout = running.command.rollout
+        self._keep_part(running, engine, began, versions, finish)
         running.part += versions
         self._keep_turn(running, engine, began, finish)
         self.post(
@@ -332,6 +409,32 @@ class World:
         )
         if goes_on and running.cause is None:
             self._next_turn(running)
+
+    def _keep_part(
+        self, running: _Running, engine: EngineId, began: float, versions: VersionRuns, finish: Finish
+    ) -> None:
+        tokens = sum(n for _, n in versions)
+        if not tokens:
+            return
+        self.trace.parts.append(
+            Part(
+                running.command.rollout,
+                running.requests,
+                running.position,
+                sum(n for _, n in running.part),
+                running.position - 1,
+                np.array([] if running.part else [1, 2], dtype=np.int32),
+                np.full(tokens, 3, dtype=np.int32),
+                np.full(tokens, -0.5, dtype=np.float32),
+                versions,
+                finish,
+                Asked(running.plan.tokens),
+                engine,
+                started=began,
+                ended=self.now,
+            )
+        )
+        running.requests += 1
 
     def _keep_turn(self, running: _Running, engine: EngineId, began: float, finish: Finish) -> None:
         tokens = sum(n for _, n in running.part)

@@ -51,6 +51,8 @@ class Arithmetic(SingleTurnEnv):
 class GuessNumber(MultiTurnEnv[Game]):
     """Guess a hidden number from "higher" and "lower"; better the sooner it is found."""
 
+    replayable = True
+
     def __init__(self, seed: int = 0, wait_s: float = 0.0) -> None:
         """`wait_s`: seconds before each answer to a guess, as if a slow tool were asked."""
         if wait_s < 0:

@@ -49,6 +49,7 @@ class Store:
 class StoreSearch(ToolEnv):
     """Find a price by asking a database whether it is higher or lower."""
 
+    replayable = True
     call_format = PlainCalls("compare", "price", r"[0-9]{1,3}")
 
     def __init__(self, seed: int = 0, wait_s: float = 0.0) -> None:

@@ -51,6 +51,7 @@ class RemoteEnvironment(Environment):
         # What the class of an inline environment says for all its objects, this one says for itself.
         self.all_or_nothing = opened.all_or_nothing  # type: ignore[misc]
         self.whole_group = opened.whole_group  # type: ignore[misc]
+        self.replayable = opened.replayable  # type: ignore[misc]
         self.roles = opened.roles
 
     def tasks(self, split: Split) -> RemoteTasks:

@@ -154,6 +154,7 @@ class Opened(_Record, frozen=True):
     fingerprint: str = ""
     all_or_nothing: bool = False
     whole_group: bool = False
+    replayable: bool = False
     roles: tuple[str, ...] = ()
     has_tools: bool = False
     error: str = ""

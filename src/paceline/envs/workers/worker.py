@@ -120,6 +120,7 @@ class Worker:
                 fingerprint=source.fingerprint,
                 all_or_nothing=environment.all_or_nothing,
                 whole_group=environment.whole_group,
+                replayable=environment.replayable,
                 roles=tuple(getattr(environment, "roles", ())),
                 has_tools=declares_tools(environment),
                 pid=os.getpid(),

@@ -1,0 +1,85 @@
+"""What is left of a rollout that the end of the orchestrator cut off, and whether it may go on from there.
+
+See `docs/continuing.md`. Parts and journal are written apart, so one may know of a request that the other has lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
+
+import msgspec
+
+from paceline.domain.ids import RolloutId, Version, parse_rollout_id
+from paceline.domain.part import Part
+from paceline.domain.task import TaskRef
+
+
+class UnderWay:
+    """An attempt that has not ended, as the log tells of it."""
+
+    __slots__ = ("id", "oldest", "requests", "sampled", "started", "task")
+
+    def __init__(
+        self,
+        rollout: RolloutId,
+        task: TaskRef,
+        sampled: int = 0,
+        requests: int = 0,
+        oldest: Version | None = None,
+        started: float = 0.0,
+    ) -> None:
+        self.id = rollout
+        self.task = task
+        self.sampled = sampled
+        """Tokens it has."""
+        self.requests = requests
+        """Engine requests that sampled something, those included whose tokens are gone."""
+        self.oldest = oldest
+        """Oldest version behind its tokens; None without any, and for evals, which do not grow stale."""
+        self.started = started
+        """In seconds of the run's clock."""
+
+    def plain(self) -> list[Any]:
+        """For a checkpoint; `restore` reads it."""
+        task = [*msgspec.structs.astuple(self.task)]
+        return [str(self.id), task, self.sampled, self.requests, self.oldest, self.started]
+
+    @classmethod
+    def restore(cls, row: Sequence[Any]) -> Self:
+        """The inverse of `plain`. Earlier releases told no more than the tokens."""
+        return cls(parse_rollout_id(row[0]), TaskRef(*row[1]), *row[2:])
+
+
+def whole_parts(parts: Iterable[Part], requests: int) -> tuple[Part, ...]:
+    """Of what was written of one rollout, the parts that follow each other from its beginning.
+
+    `requests` is how many the journal knows of: a later one is in no account, and does not count. A part that stands
+    where another stood before takes its place, with all that came behind: an earlier life left its record there.
+    """
+    kept: list[Part] = []
+    for part in sorted(parts, key=lambda part: part.number):
+        if part.number >= requests:
+            break
+        at = (part.turn, part.before)
+        while kept and (kept[-1].turn, kept[-1].before) >= at:
+            kept.pop()
+        if _follows(kept, part):
+            kept.append(part)
+    return tuple(kept)
+
+
+def _follows(kept: Sequence[Part], part: Part) -> bool:
+    """Whether nothing is missing between them."""
+    if not kept:
+        return part.turn == 0 and part.before == 0
+    last = kept[-1]
+    if part.turn == last.turn:
+        return last.finish == "abort" and part.before == last.end
+    return last.finish != "abort" and part.turn == last.turn + 1 and part.before == 0
+
+
+def may_go_on(parts: Sequence[Part], *, is_replayable: bool) -> bool:
+    """Whether an environment may be run again over these parts: it says so, or has heard no answer yet, and then runs
+    as it would for a retry."""
+    return is_replayable or not parts or (parts[-1].turn == 0 and parts[-1].finish == "abort")

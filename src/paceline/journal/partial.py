@@ -1,0 +1,260 @@
+"""Parts of rollouts under way, beside the journal for as long as their rollouts have not ended.
+
+    event loop ── keep, ended ──▶ queue ──▶ thread, every `fsync_s` seconds
+                                              1. parts whose rollout has not ended meanwhile → a frame, fsync
+                                              2. a file of which every rollout has ended goes
+
+`docs/continuing.md` says what they are for. Losing them costs tokens and nothing else, so a disk that refuses them does
+not end the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from threading import Event as Signal
+from threading import Thread
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import zstandard
+
+from paceline.domain.ids import EngineId, RolloutId
+from paceline.domain.part import Asked, Part
+from paceline.domain.rollout import Finish, VersionRuns
+from paceline.errors import WireError
+from paceline.journal.files import FOLDERS, file_numbers, file_path
+from paceline.journal.frames import PARTS, FrameReader
+from paceline.journal.output import Output
+from paceline.journal.packing import LEVEL
+
+_log = logging.getLogger("paceline.journal")
+
+FSYNC_S: Final = 0.2
+
+FILE_BYTES: Final = 16 << 20
+"""A file goes as a whole: with smaller ones, less stays for the sake of one rollout that takes long."""
+
+_BLOCK_PARTS, _BLOCK_TOKENS = 512, 1 << 18
+"""Where a frame ends: building one holds the interpreter for about a millisecond."""
+
+_LINGER_S = 2.0
+"""Seconds for which the parts of a rollout outlive it: its record must have become durable."""
+
+
+class _Line(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """A part as it is written; arrays are bytes, little-endian."""
+
+    rollout: RolloutId
+    number: int
+    turn: int
+    before: int
+    after: int
+    versions: VersionRuns
+    finish: Finish
+    asked: Asked
+    engine: EngineId
+    cached_tokens: int
+    queued_s: float
+    started: float
+    ended: float
+    model_s: float
+    prompt_ids: bytes
+    sampled_ids: bytes
+    logprobs: bytes
+
+
+class PartStore:
+    """Keeps what rollouts under way have sampled. For one thread that calls it; writes in one of its own."""
+
+    def __init__(
+        self,
+        run_dir: Path | str,
+        run_id: str,
+        *,
+        goes_on: Collection[RolloutId] = (),
+        fsync_s: float = FSYNC_S,
+        file_bytes: int = FILE_BYTES,
+    ) -> None:
+        """`goes_on`: rollouts of earlier lives whose parts are still needed; the others' go."""
+        self._root = Path(run_dir)
+        (self._root / FOLDERS["partial"]).mkdir(parents=True, exist_ok=True)
+        self._output = Output(self._root, "partial", run_id, file_bytes, 0)
+        self._files = {number: _rollouts_in(self._root, number) & set(goes_on) for number in self._numbers()}
+        """Rollouts under way of which each file has parts."""
+        self._fsync_s = fsync_s
+        self._queue: deque[Part | RolloutId] = deque()
+        self._over: deque[tuple[float, RolloutId]] = deque()
+        self._packer = zstandard.ZstdCompressor(level=LEVEL)
+        self._wake = Signal()
+        self._closing = self._is_off = self._is_refused = False
+        self.written = 0
+        """Parts written by this process."""
+        self._thread = Thread(target=self._run, name="paceline-partial", daemon=True)
+        self._thread.start()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes written by this process."""
+        return self._output.written
+
+    def keep(self, part: Part) -> None:
+        """Never blocks, never raises for the disk."""
+        if not self._is_off:
+            self._queue.append(part)
+            if not self._fsync_s:
+                self._wake.set()
+
+    def ended(self, rollout: RolloutId) -> None:
+        """Its record has been handed to the journal: the parts of it are needed no more."""
+        if not self._is_off:
+            self._queue.append(rollout)
+
+    async def close(self) -> None:
+        """Write what is left, and stop. Files without a rollout under way are gone then."""
+        self._closing = True
+        self._wake.set()
+        await asyncio.to_thread(self._thread.join)
+
+    # ── in the thread ──
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._wake.wait(self._fsync_s or None)
+                self._wake.clear()
+                closing = self._closing
+                self._take()
+                self._drop(time.monotonic() if not closing else float("inf"), closing)
+                if closing:
+                    return
+        except Exception:  # our bug: a run that goes on would lose more by a kill, and is not ended for it
+            _log.exception("partial rollouts are not kept from here on")
+        finally:
+            self._is_off = True
+            self._queue.clear()
+            self._output.abandon()
+
+    def _take(self) -> None:
+        taken = [self._queue.popleft() for _ in range(len(self._queue))]
+        over = {each for each in taken if isinstance(each, RolloutId)}
+        now = time.monotonic()
+        self._over.extend([(now, rollout) for rollout in over])
+        parts = [each for each in taken if isinstance(each, Part) and each.rollout not in over]
+        if not parts:
+            return
+        try:
+            for block in _blocks(parts):
+                payload = self._packer.compress(msgspec.msgpack.encode([_line(part) for part in block]))
+                self._output.write(PARTS, self.written, self.written + len(block) - 1, payload)
+                self.written += len(block)
+                self._files.setdefault(self._numbers()[-1], set()).update(part.rollout for part in block)
+            self._output.flush()
+        except OSError as error:
+            self._output.abandon()
+            if not self._is_refused:
+                _log.warning(
+                    "a kill would cost rollouts their tokens: their parts cannot be written: %s", error
+                )
+            self._is_refused = True
+            return
+        self._is_refused = False
+
+    def _drop(self, now: float, closing: bool) -> None:
+        while self._over and self._over[0][0] + _LINGER_S <= now:
+            _, rollout = self._over.popleft()
+            for rollouts in self._files.values():
+                rollouts.discard(rollout)
+        if closing:
+            self._output.abandon()
+        current = None if closing else max(self._files, default=None)
+        for number in [n for n, rollouts in self._files.items() if not rollouts and n != current]:
+            del self._files[number]
+            try:
+                file_path(self._root, "partial", number).unlink(missing_ok=True)
+            except OSError as error:
+                _log.warning("what is left of rollouts that have ended cannot be removed: %s", error)
+
+    def _numbers(self) -> list[int]:
+        return file_numbers(self._root, "partial")
+
+
+def read_parts(run_dir: Path | str, rollouts: Collection[RolloutId]) -> dict[RolloutId, list[Part]]:
+    """What was written of rollouts, in order. Damage ends what can be read of a file: it costs tokens, not the run."""
+    found: dict[RolloutId, list[Part]] = {}
+    wanted = set(rollouts)
+    root = Path(run_dir)
+    for number in file_numbers(root, "partial"):
+        for line in _lines_in(root, number):
+            if line.rollout in wanted:
+                found.setdefault(line.rollout, []).append(_part(line))
+    return found
+
+
+def _rollouts_in(root: Path, number: int) -> set[RolloutId]:
+    return {line.rollout for line in _lines_in(root, number)}
+
+
+def _lines_in(root: Path, number: int) -> Iterator[_Line]:
+    path = file_path(root, "partial", number)
+    try:
+        with FrameReader(path) as reader:
+            while (frame := reader.next()) is not None:
+                if frame.kind == PARTS:
+                    yield from _decoder.decode(zstandard.ZstdDecompressor().decompress(frame.payload))
+    except (WireError, zstandard.ZstdError, msgspec.MsgspecError) as error:
+        _log.warning("%s cannot be read to its end, so rollouts go on with fewer tokens: %s", path, error)
+
+
+_decoder = msgspec.msgpack.Decoder(list[_Line])
+
+
+def _blocks(parts: Sequence[Part]) -> Iterator[list[Part]]:
+    block: list[Part] = []
+    tokens = 0
+    for part in parts:
+        block.append(part)
+        tokens += len(part.prompt_ids) + part.tokens
+        if len(block) >= _BLOCK_PARTS or tokens >= _BLOCK_TOKENS:
+            yield block
+            block, tokens = [], 0
+    if block:
+        yield block
+
+
+def _line(part: Part) -> _Line:
+    return _Line(
+        part.rollout,
+        part.number,
+        part.turn,
+        part.before,
+        part.after,
+        part.versions,
+        part.finish,
+        part.asked,
+        part.engine,
+        part.cached_tokens,
+        part.queued_s,
+        part.started,
+        part.ended,
+        part.model_s,
+        part.prompt_ids.astype("<i4", copy=False).tobytes(),
+        part.sampled_ids.astype("<i4", copy=False).tobytes(),
+        part.logprobs.astype("<f4", copy=False).tobytes(),
+    )
+
+
+def _part(line: _Line) -> Part:
+    fields: dict[str, Any] = {name: getattr(line, name) for name in _Line.__struct_fields__}
+    for name, kind, dtype in (
+        ("prompt_ids", "<i4", np.int32),
+        ("sampled_ids", "<i4", np.int32),
+        ("logprobs", "<f4", np.float32),
+    ):
+        fields[name] = np.frombuffer(fields[name], kind).astype(dtype, copy=False)
+    return Part(**fields)

@@ -1,0 +1,166 @@
+"""Parts of rollouts under way: on disk for as long as their rollouts have not ended, and no burden to the run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.domain.ids import RolloutId
+from paceline.domain.part import Asked, Part
+from paceline.journal import partial
+from paceline.journal.output import Output
+from paceline.journal.partial import PartStore, read_parts
+
+A, B = RolloutId(0, 0), RolloutId(0, 1)
+
+
+def part(rollout: RolloutId, number: int, tokens: int = 5) -> Part:
+    random = np.random.default_rng(number)
+    return Part(
+        rollout,
+        number,
+        number // 2,
+        3 * (number % 2),
+        -1,
+        random.integers(0, 1000, 0 if number % 2 else 4).astype(np.int32),
+        random.integers(0, 1000, tokens).astype(np.int32),
+        -random.random(tokens).astype(np.float32),
+        ((1, 2), (2, tokens - 2)),
+        "abort",
+        Asked(9, 0.7, 0.9, 40, ("\n", "é")),
+        "e0",
+        3,
+        0.5,
+        1.5,
+        2.5,
+        0.75,
+    )
+
+
+def same(one: Part, other: Part) -> bool:
+    return all(
+        np.array_equal(a, b) and a.dtype == b.dtype if isinstance(a, np.ndarray) else a == b
+        for a, b in ((getattr(one, name), getattr(other, name)) for name in Part.__struct_fields__)
+    )
+
+
+def files(root: Path) -> list[str]:
+    return sorted(path.name for path in (root / "partial").iterdir())
+
+
+async def until(holds: object) -> None:
+    for _ in range(500):
+        if holds():  # type: ignore[operator]
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("not in time")
+
+
+async def test_parts_come_back_as_they_were_until_their_rollout_has_ended(tmp_path: Path) -> None:
+    store = PartStore(tmp_path, "run", fsync_s=0)
+    sent = [part(A, 0), part(B, 0), part(A, 1), part(A, 2)]
+    for each in sent:
+        store.keep(each)
+    await until(lambda: store.written == 4)
+    found = read_parts(tmp_path, [A, B])
+    assert [p.number for p in found[A]] == [0, 1, 2]
+    assert all(same(one, other) for one, other in zip(found[A], [sent[0], *sent[2:]], strict=True))
+    assert same(found[B][0], sent[1])
+    assert set(read_parts(tmp_path, [B])) == {B}
+    store.ended(A)
+    store.ended(B)
+    await store.close()
+    assert files(tmp_path) == []
+
+
+async def test_a_rollout_that_ends_before_they_are_written_costs_no_disk(tmp_path: Path) -> None:
+    store = PartStore(tmp_path, "run", fsync_s=60)
+    store.keep(part(A, 0))
+    store.keep(part(B, 0))
+    store.ended(A)
+    await store.close()
+    assert store.written == 1
+    assert set(read_parts(tmp_path, [A, B])) == {B}, "one that is under way when the run is cut off is kept"
+
+
+async def test_files_go_when_every_rollout_in_them_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partial, "_LINGER_S", 0.0)
+    store = PartStore(tmp_path, "run", fsync_s=0, file_bytes=1)
+    for number in range(3):
+        store.keep(part(A, number))
+        await until(lambda number=number: store.written == number + 1)
+    store.keep(part(B, 0))
+    await until(lambda: store.written == 4)
+    assert files(tmp_path) == ["000001.part", "000002.part", "000003.part", "000004.part"]
+    store.ended(A)
+    store.keep(part(B, 1))
+    await until(lambda: len(files(tmp_path)) == 2)
+    assert set(read_parts(tmp_path, [A, B])) == {B}
+    await store.close()
+
+
+async def test_the_next_life_keeps_what_goes_on_and_drops_the_rest(tmp_path: Path) -> None:
+    first = PartStore(tmp_path, "run", fsync_s=0, file_bytes=1)
+    for number, each in enumerate((part(A, 0), part(B, 0), part(A, 1))):
+        first.keep(each)
+        await until(lambda number=number: first.written == number + 1)
+    await first.close()  # a kill leaves no less
+    second = PartStore(tmp_path, "run", goes_on={A}, fsync_s=0)
+    second.keep(part(A, 2))
+    await until(lambda: second.written == 1 and len(files(tmp_path)) == 3)
+    assert [p.number for p in read_parts(tmp_path, [A, B])[A]] == [0, 1, 2]
+    assert set(read_parts(tmp_path, [A, B])) == {A}
+    second.ended(A)
+    await second.close()
+    assert files(tmp_path) == []
+
+
+async def test_an_unfinished_end_is_cut_and_damage_costs_tokens_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = PartStore(tmp_path, "run", fsync_s=0)
+    for number in range(3):
+        store.keep(part(A, number))
+        await until(lambda number=number: store.written == number + 1)
+    await store.close()
+    path = tmp_path / "partial" / "000001.part"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-7])
+    assert [p.number for p in read_parts(tmp_path, [A])[A]] == [0, 1]
+    damaged = bytearray(whole)
+    damaged[len(whole) // 2] ^= 0xFF
+    path.write_bytes(damaged)
+    with caplog.at_level(logging.WARNING):
+        assert [p.number for p in read_parts(tmp_path, [A])[A]] == [0]
+    assert "go on with fewer tokens" in caplog.text
+    await PartStore(tmp_path, "run", goes_on={A}).close()
+
+
+async def test_a_disk_that_refuses_them_is_told_once_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write, refused = Output.write, [True]
+
+    def full(self: Output, *args: object) -> None:
+        if refused[0]:
+            raise OSError(28, "No space left on device")
+        write(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Output, "write", full)
+    store = PartStore(tmp_path, "run", fsync_s=0)
+    store.keep(part(A, 0))
+    await until(lambda: "No space left" in caplog.text)
+    store.keep(part(A, 1))
+    await asyncio.sleep(0.05)
+    refused[0] = False
+    store.keep(part(B, 0))
+    await until(lambda: store.written == 1)
+    await store.close()
+    assert caplog.text.count("No space left") == 1
+    assert set(read_parts(tmp_path, [A, B])) == {B}
