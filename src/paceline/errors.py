@@ -5,6 +5,8 @@ A message names the thing, gives the two facts that disagree, and says what to d
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import sysconfig
 from pathlib import Path
@@ -99,3 +101,13 @@ def place_of(frame: FrameType | None) -> str:
             return f"{Path(path).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether it says that a disk is full, or a quota used up: no mistake of the program's, and over when there is room."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    # safetensors writes for itself, and says it in words; torch says that a position is wrong, because of it.
+    return os.strerror(errno.ENOSPC) in str(error) or (
+        error.__context__ is not None and is_full(error.__context__)
+    )

@@ -28,6 +28,19 @@ class Words(SingleTurnEnv):
         return float(sum(map(ord, text)) % 7) / 7.0
 
 
+class Witnessed(Words):
+    """Tells a file outside of the run of each rollout that begins."""
+
+    def __init__(self, told: str) -> None:
+        super().__init__()
+        self._told = told
+
+    async def rollout(self, task: Task, model: Model, ctx: Context) -> Result:
+        with open(self._told, "a", encoding="utf-8") as file:  # noqa: ASYNC230 - a line, at once
+            file.write(f"{ctx.rollout}\n")
+        return await super().rollout(task, model, ctx)
+
+
 class Constant(Words):
     """Every answer earns the same."""
 

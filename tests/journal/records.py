@@ -102,10 +102,6 @@ def one_of_each() -> list[tuple[e.Event, tuple[c.Command, ...]]]:
         (e.LoadReported("e0", None), (c.ResumeRollout(ids[0], "11 of 12 run"),)),
         (e.TurnRequested(ids[0], 5, 7), (c.GrantTurn(ids[0], "e0", 0),)),
         (e.SegmentEnded(ids[0], "e0", ((0, 7),), "stop", 2, 0.5), ()),
-        (
-            e.RolloutContinued(ids[1], 7, 2, 1, True, 0, "its prompt differs"),
-            (c.ContinueRollout(ids[1], task, 7, 8, "e0", 0, 1.5, 9, 2, "it was under way"),),
-        ),
         (e.RolloutEnded(members[0]), (c.NoteRetry(ids[0], "engine: at most 3 attempts"),)),
         *((e.RolloutEnded(r), ()) for r in members[1:3]),
         (
@@ -121,6 +117,7 @@ def one_of_each() -> list[tuple[e.Event, tuple[c.Command, ...]]]:
         (e.CheckpointSaved(1, 0.1), ()),
         (e.PolicyPublished(1, "weights/v000001"), (c.UpdateWeights("e0", 1, "weights/v000001", "new"),)),
         (e.WeightsLoaded("e0", 1, 0.2), (c.ReportEval("arithmetic", 1, 1, 4, 4, 0.5, {1: 0.5, 2: 0.75}),)),
+        (e.RunHeld("the journal: No space left on device"), ()),
         (e.EngineLost("e0", "gone"), (c.ReviveEngine("e0", "gone"),)),
         (
             e.TimerFired(),

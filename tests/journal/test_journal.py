@@ -35,7 +35,6 @@ from paceline.journal import FileJournal, Record, read_journal, read_rollouts
 from paceline.journal import lines as l
 from paceline.journal import writer as writer_module
 from paceline.journal.frames import SCHEMA
-from paceline.journal.output import Output
 from paceline.journal.packing import Packer, Unpacker
 
 RUN = "run-1"
@@ -448,40 +447,6 @@ def test_s91_a_block_that_would_unpack_to_gigabytes_is_not_unpacked() -> None:
 # --- a failing disk ------------------------------------------------------------------------------------------
 
 
-async def test_a_full_disk_is_reported_and_nothing_is_lost_when_it_recovers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(writer_module, "_RETRY_S", 0.001)
-    told: list[OSError] = []
-    kept = journal(tmp_path, on_error=told.append)
-    for n in range(3):
-        kept.append(0.0, RolloutEnded(rollout(n)), ())
-    await kept.flush()
-    for failing in ("write", "fsync"):
-        with monkeypatch.context() as full:
-
-            def fail(*_: Any) -> Any:
-                raise OSError(errno.ENOSPC, "No space left on device")
-
-            if failing == "write":
-                full.setattr(Output, "_put", fail)
-            else:
-                full.setattr(os, "fsync", fail)
-            for n in range(3, 6):
-                kept.append(0.0, RolloutEnded(rollout(n)), ())
-            for _ in range(3):
-                with pytest.raises(OSError, match="No space left"):
-                    await kept.flush()
-        for _ in range(100):  # an attempt may have begun while the disk was still full
-            with contextlib.suppress(OSError):
-                await kept.flush()
-                break
-    await kept.close()
-    assert [error.errno for error in told] == [errno.ENOSPC] * 2
-    assert seqs(tmp_path) == list(range(9))
-    assert len(list(read_rollouts(tmp_path))) == 9
-
-
 async def test_records_whose_flush_failed_are_written_again_and_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -505,19 +470,6 @@ async def test_records_whose_flush_failed_are_written_again_and_read_once(
     await kept.close()
     assert (tmp_path / "journal/000001.log").read_bytes().count(b"PLFR") == 2  # it was whole all the same
     assert seqs(tmp_path) == [0, 1, 2]
-
-
-async def test_closing_on_a_full_disk_says_how_many_records_are_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any) -> Any:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    kept = journal(tmp_path)
-    monkeypatch.setattr(Output, "_put", fail)
-    kept.append(0.0, TimerFired(), ())
-    with pytest.raises(OSError, match="1 journal records could not be written"):
-        await kept.close()
 
 
 async def test_flush_returns_at_once_where_only_the_store_kept_the_last_moment(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from paceline.cli.continuing import Left, left_by
 from paceline.cli.disk import DiskMeter
 from paceline.cli.engines import RunEngines
 from paceline.cli.environments import Environments, own_samplers
@@ -48,7 +47,6 @@ from paceline.domain import events as on
 from paceline.domain.commands import FinishRun, ShipBatch
 from paceline.domain.ids import EnvName
 from paceline.errors import ConfigError, EnvError, PacelineError, TrainerError, place_of, printable, said_by
-from paceline.journal.partial import PartStore
 from paceline.journal.writer import FileJournal
 from paceline.ports import Engine
 from paceline.runtime.checkpoints import Checkpoints
@@ -60,6 +58,7 @@ from paceline.runtime.offload import Threads
 from paceline.runtime.processes import ChildProcess
 from paceline.runtime.processor import EnvProcessing, GroupProcessor
 from paceline.runtime.quiet import QuietWatch
+from paceline.runtime.room import NoRoom, Room
 from paceline.runtime.runner import RolloutRunner
 from paceline.runtime.standstill import StandstillWatch
 from paceline.tokens.bridge import Bridge
@@ -171,6 +170,9 @@ class Assembly:
         self._disk_error: OSError | None = None
         self._disk_failed = asyncio.Event()
         self.disk = DiskMeter(run_dir)
+        self._room: Room | None = None
+        self._kept: FileJournal | None = None
+        self._tell: Say = _unsaid
 
     @property
     def cap(self) -> int:
@@ -220,6 +222,7 @@ class Assembly:
 
     async def _run(self, folds: list[Fold], say: Say, phases: Phases) -> FinishRun:
         config = self.config
+        self._tell = phases.now
         phases.now("loading the tokenizer and the environments")
         tokenizer = ChatTokenizer.load(self.model_dir, config.model.chat_template)
         environments = Environments()
@@ -239,7 +242,7 @@ class Assembly:
                 engines = RunEngines(config, self.run_dir, self.children, self._inherit)
                 stack.push_async_callback(engines.close)
                 await self._start_children(engines, phases)
-                journal = self._journal()
+                journal = self._kept = self._journal()
                 stack.push_async_callback(journal.close)
                 # Packing and saving take long; groups must not queue behind them.
                 groups, offload = Threads(), Threads()
@@ -248,13 +251,8 @@ class Assembly:
                 processor = self._processor(environments, groups, services)
                 gateway = Gateway(config.gateway, tokenizer, config.model.served_name)
                 stack.push_async_callback(gateway.close)
-                left = left_by(self.resumption, environments.runtimes)
-                parts = PartStore(
-                    self.run_dir, self.run_id, goes_on=left.goes_on, fsync_s=config.journal.fsync_s
-                )
-                stack.push_async_callback(parts.close)
                 finish = await self._drive(
-                    environments, engines, journal, processor, offload, gateway, left, parts, folds, say
+                    environments, engines, journal, processor, offload, gateway, folds, say
                 )
             except StoppedTwice as stopped:
                 self._status.finish("stopped", str(stopped), code=INTERRUPTED)
@@ -279,8 +277,6 @@ class Assembly:
         processor: GroupProcessor,
         offload: Threads,
         gateway: Gateway,
-        left: Left,
-        parts: PartStore,
         folds: list[Fold],
         say: Say,
     ) -> FinishRun:
@@ -321,14 +317,10 @@ class Assembly:
             clock,
             noise_by_position=isinstance(config.engine, EmbeddedEngine),
             gateway=gateway,
-            parts=parts,
-            left=left.goes_on,
         )
-        runner.on_note = lambda note: say(f"warning: {note}")
-        if left.goes_on or left.ended:
-            say(
-                f"{len(left.goes_on)} rollouts go on with {left.tokens} tokens, {len(left.ended)} are begun again"
-            )
+        room = self._room = Room(
+            post=inbox.post, tell=self._tell, fail=self._no_room, limit_s=config.journal.full_disk_s
+        )
         driver = Driver(
             core,
             inbox=inbox,
@@ -352,6 +344,7 @@ class Assembly:
             step_limit_s=config.trainer.step_s,
             revive=engines.revive,
             durable_first=config.journal.fsync_s == 0,
+            room=room,
         )
         for child in self.children:
             if child.name == "trainer":
@@ -372,7 +365,6 @@ class Assembly:
             checkpoint=0 if goes_on is None else goes_on.checkpoint,
             trained=None if goes_on is None else goes_on.trained,
             weights="" if goes_on is None else str(self._weights_now()),
-            continues=tuple(left.goes_on),
         )
         driver.when_failing(self._failing)
         self._driver, self._inbox = driver, inbox
@@ -380,7 +372,7 @@ class Assembly:
             return await driver.run(
                 opened,
                 engines.joined(),
-                ended=left.ended,
+                ended=goes_on.ended if goes_on else (),
                 owed=goes_on.owed if goes_on else (),
             )
 
@@ -391,6 +383,9 @@ class Assembly:
             self._disk_error = error
             loop.call_soon_threadsafe(self._disk_failed.set)
 
+        def room(what: str, why: str) -> None:
+            loop.call_soon_threadsafe(self._room_for, what, why)
+
         section = self.config.journal
         return FileJournal(
             self.run_dir,
@@ -399,8 +394,21 @@ class Assembly:
             file_bytes=_bytes(section.file_mb),
             keep_steps=section.keep_token_steps,
             keep_bytes=None if section.keep_token_mb is None else _bytes(section.keep_token_mb),
+            backlog_bytes=_bytes(section.backlog_mb),
             on_error=failed,
+            on_room=room,
         )
+
+    def _room_for(self, what: str, why: str) -> None:
+        if self._room is not None:
+            if why:
+                self._room.missing(what, why)
+            else:
+                self._room.found(what)
+
+    def _no_room(self, error: NoRoom) -> None:
+        if self._driver is not None:
+            self._driver.fail(error)
 
     async def _watch_disk(self) -> None:
         """A journal that cannot be written ends the run: what it did from then on could not be told."""
@@ -545,6 +553,10 @@ class Assembly:
             self._driver.fail(StoppedTwice(why))
 
     def _failing(self, error: BaseException) -> None:
+        if self._room is not None:
+            self._room.close()
+        if self._kept is not None:
+            self._kept.give_up()  # the end of the run waits for no disk
         if not self._stops:
             if isinstance(error, asyncio.CancelledError):
                 error = self._cancelled_by_code()
@@ -589,6 +601,10 @@ class Assembly:
     def _cut_off_in(self, seconds: float) -> None:
         if self._cut_off is not None:
             self._cut_off.within(seconds)
+
+
+def _unsaid(_text: str) -> None:
+    """Nobody listens yet."""
 
 
 def _bytes(mb: float) -> int:

@@ -20,3 +20,9 @@ class JournalSection(Section):
     all. What recovery could need stays, and so do events. Whole files go."""
     keep_token_mb: float | None = Field(default=None, gt=0)
     """The oldest are dropped while they take more megabytes than this; none keeps all."""
+    backlog_mb: float = Field(default=256.0, gt=0)
+    """Megabytes of records that may wait for a slow disk. When more do, no rollout starts and no model call begins until half
+    of it is written."""
+    full_disk_s: float = Field(default=600.0, ge=0)
+    """Seconds for which the run waits while something cannot be written because the disk is full, or hangs, before it
+    ends with the cause."""

@@ -77,6 +77,8 @@ def waits(core: Core) -> list[Wait]:
         for what, (since, flight, others) in found.items()
     ]
     told.sort(key=lambda wait: wait.since or 0.0)
+    if core.fleet.stopped:  # what waits at a gate waits for this, and so does whatever has not started
+        told.insert(0, Wait(f"everything waits for room to write ({core.fleet.stopped})", None))
     return told + _of_the_rest(core)
 
 

@@ -24,16 +24,14 @@ class RunOpened(msgspec.Struct, frozen=True, gc=False, tag=True):
     resumed_from: int | None = None
     """The step this run goes on behind; None for a fresh run."""
     recovered: bool = False
-    """All that was recorded before still stands: attempts that the earlier life left under way go on (`continues`),
-    or end by events that follow. Else a resumed run knows what its checkpoint held, and nothing later."""
+    """All that was recorded before still stands: attempts that the earlier life left under way end by events that
+    follow. Else a resumed run knows what its checkpoint held, and nothing later."""
     checkpoint: int = 0
     """Where a resumed run's checkpoint stands in the journal: it holds all records before this one. 0: it had none."""
     trained: int | None = None
     """The step that a resumed run's trainer goes on from. None for a fresh run, and in journals that did not say."""
     weights: str = ""
     """Where the weights of that step are."""
-    continues: tuple[RolloutId, ...] = ()
-    """Attempts of the earlier life that go on with the tokens they have, in the order of their start."""
 
 
 class EngineJoined(msgspec.Struct, frozen=True, gc=False, tag=True):
@@ -104,24 +102,6 @@ class SegmentEnded(msgspec.Struct, frozen=True, gc=False, tag=True):
     """The environment cancelled its call, which says nothing about the engine. Its tokens are not known."""
 
 
-class RolloutContinued(msgspec.Struct, frozen=True, gc=False, tag=True):
-    """A rollout of an earlier life has come to the end of its record, and goes on from there."""
-
-    rollout: RolloutId
-    tokens: int
-    """Sampled in earlier lives, and kept."""
-    lost: int = 0
-    """Sampled in earlier lives, and gone."""
-    turns: int = 0
-    """Turns that it has begun."""
-    is_mid_turn: bool = False
-    """Whether the last of them is still to be finished."""
-    oldest: Version | None = None
-    """Oldest version behind the tokens that are kept."""
-    why: str = ""
-    """Why some are gone."""
-
-
 class RolloutEnded(msgspec.Struct, frozen=True, gc=False, tag=True):
     """Answers `StartRollout`: the work has really stopped, and its permit is free."""
 
@@ -164,6 +144,14 @@ class TimerFired(msgspec.Struct, frozen=True, gc=False, tag=True):
     """Answers `WakeAt`."""
 
 
+class RunHeld(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """The shell cannot take more results for now: no rollout starts, and no model call is let through, until it says so
+    again with an empty `why`. What runs goes on."""
+
+    why: str = ""
+    """What is waited for; empty when it goes on."""
+
+
 class ShutdownRequested(msgspec.Struct, frozen=True, gc=False, tag=True):
     """Someone asked the run to end: cancel what runs, save, finish. A second one changes nothing."""
 
@@ -186,13 +174,13 @@ Event: TypeAlias = (
     | WeightsLoaded
     | TurnRequested
     | SegmentEnded
-    | RolloutContinued
     | RolloutEnded
     | GroupProcessed
     | BatchShipped
     | StepTrained
     | CheckpointSaved
     | TimerFired
+    | RunHeld
     | ShutdownRequested
     | RunFailed
 )
@@ -211,9 +199,9 @@ __all__ = [
     "Json",
     "LoadReported",
     "PolicyPublished",
-    "RolloutContinued",
     "RolloutEnded",
     "RunFailed",
+    "RunHeld",
     "RunOpened",
     "SegmentEnded",
     "ShutdownRequested",

@@ -22,6 +22,8 @@ class Output:
         self._full = full
         self._file: BinaryIO | None = None
         self._size = 0
+        self._durable = 0
+        """Bytes of the file that were flushed."""
         self._dirty = False
         self._follows = follows
         self._last_seq = follows - 1
@@ -40,7 +42,22 @@ class Output:
         if self._file is not None and self._dirty:
             os.fsync(self._file.fileno())
             self._dirty = False
+            self._durable = self._size
             self._follows = self._last_seq + 1
+
+    def repair(self) -> None:
+        """Cut off what was not flushed, and go on in the same file: what a full disk took of a frame is no frame, and the
+        room that it has is needed."""
+        if self._file is None or self._size == self._durable:
+            return
+        try:
+            os.ftruncate(self._file.fileno(), self._durable)
+            self._file.seek(self._durable)
+            os.fsync(self._file.fileno())
+        except OSError:
+            self.abandon()
+            return
+        self._size, self._last_seq, self._dirty = self._durable, self._follows - 1, False
 
     def abandon(self) -> None:
         """Write no more to this file; what it holds since the last flush is in doubt."""
@@ -70,6 +87,7 @@ class Output:
         try:
             self._put(file, file_start(header))
             os.fsync(file.fileno())
+            self._durable = self._size
         except OSError:
             # A file without a whole header is no journal file. It must not be there for a reader to trip over.
             self.abandon()

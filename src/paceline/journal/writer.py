@@ -11,7 +11,12 @@ The store is written first, so that a rollout the log knows of is there. The oth
 the two, the store has rollouts that the log never heard of, which is harmless.
 
 When the disk fails, nothing is dropped: what was not durable is kept and written again, to a new file, since after a
-failed fsync nobody knows what the old one holds. `flush` raises meanwhile, and `on_error` is told once.
+failed fsync nobody knows what the old one holds. `flush` raises meanwhile, and `on_error` is told once. When it is only
+full, what it took of the last records is cut off again in the same file, they are tried again until there is room, and
+`flush` waits, until `give_up`.
+
+The queue has no bound of its own: who appends cannot be made to wait. When more bytes wait than `backlog_bytes`, `on_room`
+is told, and whoever makes the records has to make fewer, until half of it is written.
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ from paceline.domain.events import Event, GroupProcessed, RolloutEnded
 from paceline.domain.ids import RolloutId
 from paceline.domain.rollout import Rollout
 from paceline.domain.sample import Sample
-from paceline.errors import WireError
+from paceline.errors import WireError, is_full
 from paceline.journal.files import FOLDERS, next_seq
 from paceline.journal.frames import EXTRAS, RECORDS, ROLLOUTS
 from paceline.journal.output import Output
@@ -46,6 +51,7 @@ _log = logging.getLogger("paceline.journal")
 
 FSYNC_S = 0.2
 FILE_BYTES = 64 << 20
+BACKLOG_BYTES = 256 << 20
 
 _COMMIT_RECORDS = 4096
 """Most records of one commit: bounds what is in memory twice, and a frame's size."""
@@ -57,6 +63,11 @@ _FILES_KEPT = 8
 """Files of the store that a bound on its bytes is divided into."""
 
 _RETRY_S = 1.0
+
+_JOURNAL, _BACKLOG = "the journal", "the backlog of the journal"
+
+_RECORD_BYTES = 300
+"""Roughly what a record without arrays takes in memory."""
 
 Appended: TypeAlias = tuple[int, float, Event, Sequence[Command]]
 
@@ -77,12 +88,15 @@ class FileJournal:
         file_bytes: int = FILE_BYTES,
         keep_steps: int | None = None,
         keep_bytes: int | None = None,
+        backlog_bytes: int = BACKLOG_BYTES,
         on_error: Callable[[OSError], None] | None = None,
+        on_room: Callable[[str, str], None] | None = None,
     ) -> None:
         """WireError if the directory holds another run's journal, or another process is writing it.
 
         `file_bytes`: a file of either kind is followed by another one then. `keep_steps` and `keep_bytes`: what
-        `Retention` drops of the store; None keeps all.
+        `Retention` drops of the store; None keeps all. `on_room` is told, from any thread, what cannot be written and
+        why; again whenever some of it was; and with an empty reason when it can.
         """
         root = Path(run_dir)
         for folder in FOLDERS.values():
@@ -107,6 +121,14 @@ class FileJournal:
         self._store = Output(root, "rollouts", run_id, store_bytes, store_seq)
         self._fsync_s = fsync_s
         self._on_error = on_error
+        self._on_room = on_room or _untold
+        self._backlog_bytes = backlog_bytes
+        self._taken = self._done = 0
+        """Bytes that were appended, and those of them that are durable."""
+        self._is_behind = self._is_full = False
+        self._is_stored = False
+        """Whether the store has the rollouts of `_held`, durable."""
+        self._is_patient = True
         self._packer = Packer()
         self._queue: deque[Appended] = deque()
         self._held: list[Appended] = []
@@ -146,6 +168,10 @@ class FileJournal:
         """Hand over one decision. Never blocks, never raises for a slow or failing disk."""
         self._queue.append((self._seq, at, event, tuple(commands)))
         self._seq += 1
+        self._taken += _weight(event)
+        if self._taken - self._done > self._backlog_bytes and not self._is_behind:
+            self._is_behind = True
+            self._on_room(_BACKLOG, self._behind())
         if not self._fsync_s:
             self._wake.set()
 
@@ -160,6 +186,11 @@ class FileJournal:
         self._waiting.append((self._seq, loop, done))
         self._wake.set()
         await done
+
+    def give_up(self) -> None:
+        """Wait no longer for a disk that is full: `flush` raises from here on, while it is."""
+        self._is_patient = False
+        self._wake.set()
 
     async def close(self) -> None:
         """Make everything durable and stop. Raises OSError if that cannot be done; then the last records are lost."""
@@ -206,28 +237,57 @@ class FileJournal:
             try:
                 self._commit(self._held)
             except OSError as error:
-                self._log.abandon()
-                self._store.abandon()
-                first, self._error = self._error is None, error
-                if first and self._on_error is not None:
-                    self._on_error(error)
-                self._answer(error)
+                self._failed(error)
                 return
             self._error = None
             self._durable = self._held[-1][0] + 1
-            durable, self._held = self._held, []
+            self._done += sum([_weight(event) for _, _, event, _ in self._held])
+            durable, self._held, self._is_stored = self._held, [], False
+            self._tell_room()
             self._answer(None)
             self._drop_old(durable)
         self._answer(None)
 
     def _commit(self, records: list[Appended]) -> None:
-        for first, last, rollouts in _blocks(records):
-            self._store.write(ROLLOUTS, first, last, self._packer.rollouts(rollouts))
-        if extras := _extras(records):
-            self._store.write(EXTRAS, records[0][0], records[-1][0], self._packer.extras(extras))
-        self._store.flush()
+        if not self._is_stored:  # else it would have them once more with each attempt
+            for first, last, rollouts in _blocks(records):
+                self._store.write(ROLLOUTS, first, last, self._packer.rollouts(rollouts))
+            if extras := _extras(records):
+                self._store.write(EXTRAS, records[0][0], records[-1][0], self._packer.extras(extras))
+            self._store.flush()
+            self._is_stored = True
         self._log.write(RECORDS, records[0][0], records[-1][0], self._packer.records(records))
         self._log.flush()
+
+    def _failed(self, error: OSError) -> None:
+        first, self._error = self._error is None, error
+        if is_full(error):
+            self._store.repair()
+            self._log.repair()
+            if not self._is_full:
+                self._is_full = True
+                self._on_room(_JOURNAL, str(error))
+            if self._is_patient and not self._closing:
+                return
+        else:
+            self._store.abandon()
+            self._log.abandon()
+            self._is_stored = False
+            if first and self._on_error is not None:
+                self._on_error(error)
+        self._answer(error)
+
+    def _tell_room(self) -> None:
+        """After a commit."""
+        if self._is_full:
+            self._is_full = False
+            self._on_room(_JOURNAL, "")
+        if self._is_behind:
+            self._is_behind = self._taken - self._done > self._backlog_bytes // 2
+            self._on_room(_BACKLOG, self._behind() if self._is_behind else "")
+
+    def _behind(self) -> str:
+        return f"{(self._taken - self._done) / 1e6:.0f} MB wait for a slow disk"
 
     def _drop_old(self, records: list[Appended]) -> None:
         if (retention := self._retention) is None:
@@ -255,6 +315,19 @@ def _resolve(done: asyncio.Future[None], error: OSError | None) -> None:
             done.set_result(None)
         else:
             done.set_exception(error)
+
+
+def _untold(_what: str, _why: str) -> None:
+    """Nobody asked to be told of room."""
+
+
+def _weight(event: Event) -> int:
+    """Bytes that a record holds in memory, roughly: ids and logprobs of four bytes each, and characters."""
+    if type(event) is not RolloutEnded:
+        return _RECORD_BYTES
+    rollout = event.rollout
+    said = sum([len(message.content) for message in rollout.messages])
+    return _RECORD_BYTES + 4 * rollout.prompt_tokens + 8 * rollout.sampled_tokens + said
 
 
 def _blocks(records: list[Appended]) -> Iterator[tuple[int, int, list[Rollout]]]:

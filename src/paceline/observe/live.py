@@ -124,7 +124,7 @@ class PlainView:
         self._line(self._time.at(row.at), row_text(row, self._max_steps))
 
     def phase(self, text: str) -> None:
-        self._line(self._time.now(), text)
+        self._line(self._time.now(), text, whole=True)
 
     def close(self) -> None:
         self._lines.finish()

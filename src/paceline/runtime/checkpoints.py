@@ -34,11 +34,15 @@ class Checkpoints:
         body = zstandard.ZstdCompressor(level=3).compress(msgspec.msgpack.encode(state))
         path = self._folder / f"step_{step:06d}.ckpt"
         partial = path.with_suffix(".partial")
-        with partial.open("wb") as file:
-            file.write(_MAGIC + zlib.crc32(body).to_bytes(4, "little") + body)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        try:
+            with partial.open("wb") as file:
+                file.write(_MAGIC + zlib.crc32(body).to_bytes(4, "little") + body)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        except OSError:
+            partial.unlink(missing_ok=True)  # the room that half of it takes is needed
+            raise
         folder = os.open(self._folder, os.O_RDONLY)
         try:
             os.fsync(folder)

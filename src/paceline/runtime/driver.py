@@ -33,6 +33,7 @@ from paceline.ports import BatchSink, Engine, Journal, PolicySource
 from paceline.runtime.inbox import Gates, Inbox
 from paceline.runtime.offload import Offload, is_cancelled
 from paceline.runtime.processor import GroupProcessor
+from paceline.runtime.room import Room
 from paceline.runtime.runner import RolloutRunner
 from paceline.runtime.watch import TrainerWatch
 
@@ -100,6 +101,7 @@ class Driver:
         slice_s: float = _SLICE_S,
         revive: Callable[[EngineId], Coroutine[Any, Any, on.EngineJoined]] | None = None,
         durable_first: bool = False,
+        room: Room | None = None,
     ) -> None:
         """`slice_s`: longest stretch of draining; infinite where runs must repeat, since it is measured in real time.
 
@@ -109,6 +111,8 @@ class Driver:
 
         `durable_first`: no command is carried out, and no fold is told, before the journal has flushed the record. All
         but what only concerns a rollout under way: its turns and its parking.
+
+        `room` has batches and checkpoints tried again while the disk is full; without it, that ends the run.
         """
         self.core = core
         self._engines = engines
@@ -132,6 +136,7 @@ class Driver:
         self._held: deque[_Decision] | None = deque() if durable_first else None
         """What was decided and is not durable yet; None where that is not waited for."""
         self._holds = asyncio.Event()
+        self._insist = _once if room is None else room.insist
         self._ships: asyncio.Queue[do.ShipBatch] = asyncio.Queue()
         self._finish: asyncio.Future[do.FinishRun] = self._loop.create_future()
         self._failure: BaseException | None = None
@@ -142,7 +147,6 @@ class Driver:
         self._trainer = TrainerWatch(step_limit_s, self.fail, trained=core.trained)
         self._perform: dict[type, Callable[[Any], None]] = {
             do.StartRollout: self._start_rollout,
-            do.ContinueRollout: self._start_rollout,
             do.GrantTurn: gates.open,
             do.CancelRollout: self._cancel_rollout,
             do.ParkRollout: self._park_rollout,
@@ -206,7 +210,6 @@ class Driver:
                     self._inbox.post(event)
                 self._inbox.on_event(self._drain, self._slice_s)
                 self._runner.on_stuck = self.fail
-                self._runner.on_continued = self._inbox.post
                 self._runner.is_sole_canceller = True
                 try:
                     finish = await self._finish
@@ -324,10 +327,10 @@ class Driver:
 
     # ── commands ──
 
-    def _start_rollout(self, command: do.StartRollout | do.ContinueRollout) -> None:
+    def _start_rollout(self, command: do.StartRollout) -> None:
         self._tasks.create_task(self._roll_out(command), context=self._context.copy())
 
-    async def _roll_out(self, command: do.StartRollout | do.ContinueRollout) -> None:
+    async def _roll_out(self, command: do.StartRollout) -> None:
         try:
             rollout = await self._runner.run(command)
         except Exception as error:  # it answers with a record, whatever happens: this is our bug
@@ -369,7 +372,8 @@ class Driver:
         async def save() -> on.CheckpointSaved:
             began = self.clock()
             await self._journal.flush()
-            await self._offload.run(self._checkpoints.save, command.step, command.state)
+            save = partial(self._offload.run, self._checkpoints.save, command.step, command.state)
+            await self._insist("the checkpoint", save)
             return on.CheckpointSaved(command.step, self.clock() - began)
 
         self._spawn("saving of the checkpoint", save)
@@ -432,7 +436,7 @@ class Driver:
             # What a trainer can see must not be forgotten: a resumed run would make another batch of this number.
             await self._journal.flush()
             packed_at = self.clock()
-            size = await self._sink.ship(packed)
+            size = await self._insist(f"batch {batch.step}", partial(self._sink.ship, packed))
             self._trainer.shipped(batch.step)
             self._inbox.post(on.BatchShipped(batch.step, size, packed_at - began, self.clock() - packed_at))
 
@@ -452,6 +456,10 @@ def _failed(at: float, error: BaseException) -> _Decision:
     text = said_by(error)
     status: Literal["stopped", "failed"] = "stopped" if getattr(error, "is_stop", False) else "failed"
     return at, on.RunFailed(text), (do.FinishRun(status, text),)
+
+
+async def _once(_what: str, attempt: Callable[[], Awaitable[Any]]) -> Any:
+    return await attempt()
 
 
 def _hangs(error: PacelineError) -> bool:

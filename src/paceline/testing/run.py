@@ -38,6 +38,7 @@ from paceline.runtime.loads import poll_load
 from paceline.runtime.model import EnvRuntime
 from paceline.runtime.offload import Inline
 from paceline.runtime.processor import EnvProcessing, GroupProcessor
+from paceline.runtime.room import Room
 from paceline.runtime.runner import RolloutRunner
 from paceline.testing.engine import ScriptedEngine
 from paceline.testing.invariants import Invariants
@@ -143,13 +144,15 @@ def run_driver(
     during: Callable[[Controls], None] | None = None,
     watch: bool = True,
     durable_first: bool = False,
+    room: bool = False,
     max_seconds: float = 100_000.0,
 ) -> DriverRun:
     """Run to the end and check that it was a clean one. Raises what ended the run, if that was an error.
 
     `environments` by name serve the train and the eval sections of that name. `engines` and `trainer` may be made on
     the running loop. `during` is called before the first event. `poll_s` 0 reads no loads. `watch`: whether
-    `Invariants` looks at every decision, which it cannot where it is told of them late (`durable_first`). TimeoutError when the run is not over after `max_seconds`.
+    `Invariants` looks at every decision, which it cannot where it is told of them late (`durable_first`). `room`: a full
+    disk holds the run, for ten minutes at most, instead of ending it. TimeoutError when the run is not over after `max_seconds`.
     """
     lost: list[str] = []
 
@@ -180,6 +183,12 @@ def run_driver(
             )
             for spec in setup.train
         }
+        made_room = Room(
+            post=inbox.post,
+            tell=lambda _text: None,
+            fail=lambda error: driver.fail(error),
+            limit_s=600.0,
+        )
         driver = Driver(
             core,
             inbox=inbox,
@@ -199,6 +208,7 @@ def run_driver(
             if watch and not durable_first
             else [],
             durable_first=durable_first,
+            room=made_room if room else None,
         )
         if poll_s:
             for engine in made.values():
@@ -212,6 +222,7 @@ def run_driver(
                 run.finish = await driver.run(opened, joined)
         finally:
             run.seconds = loop.time()
+            made_room.close()
             await asyncio.sleep(0)
             _check_clean(runner, made)
         return run

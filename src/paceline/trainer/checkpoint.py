@@ -27,14 +27,14 @@ def save_checkpoint(trainer: Trainer, root: Path, keep_last: int) -> Path:
     out = checkpoint_dir(root, trainer.version)
 
     def fill(folder: Path) -> None:
-        torch.save(
-            {
-                "version": trainer.version,
-                "model": trainer.model.state_dict(),
-                "optimizer": trainer.optimizer.state_dict(),
-            },
-            folder / _FILE,
-        )
+        saved = {
+            "version": trainer.version,
+            "model": trainer.model.state_dict(),
+            "optimizer": trainer.optimizer.state_dict(),
+        }
+        # Given a path, torch writes by itself, and does not say that the disk is full when it is.
+        with (folder / _FILE).open("wb") as file:
+            torch.save(saved, file)
 
     commit_directory(out, fill)
     for _, old in _checkpoints(root)[:-keep_last]:

@@ -13,19 +13,24 @@ import json
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
-from paceline.errors import ConfigError, PacelineError, TrainerError, printable
+from paceline.errors import ConfigError, PacelineError, TrainerError, is_full, printable
 from paceline.trainer.checkpoint import checkpoint_dir, load_checkpoint, save_checkpoint
 from paceline.trainer.loss import LossSettings
 from paceline.trainer.probe import probe_prompts, write_probe
 from paceline.trainer.step import OptimizerSettings, Trainer
 from paceline.trainer.weights import model_directory, write_model
 from paceline.transport.reader import discard_unfinished, publish_weights, read_batches
+
+_ROOM_S = 1.0
+"""Between two attempts to write to a disk that is full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +117,13 @@ def train(
             write_model(trainer.model, source, folder, settings.dtype)
             write_probe(trainer.model, prompts, folder)
 
-        publish_weights(
-            run_dir,
-            trainer.version,
-            fill,
-            batch.run_id,
-            keep=settings.keep_weights,
+        publish = partial(
+            publish_weights, run_dir, trainer.version, fill, batch.run_id, keep=settings.keep_weights
         )
+        _with_room(f"weights v{trainer.version}", publish, stopping)
         if trainer.version % settings.checkpoint_every == 0:
-            save_checkpoint(trainer, checkpoints, settings.keep_last)
+            save = partial(save_checkpoint, trainer, checkpoints, settings.keep_last)
+            _with_room(f"checkpoint v{trainer.version}", save, stopping)
             saved = trainer.version
         ended = time.perf_counter()
         metrics |= {
@@ -137,6 +140,23 @@ def train(
     if trainer.version != saved:
         save_checkpoint(trainer, checkpoints, settings.keep_last)
     return trainer.version
+
+
+def _with_room(what: str, write: Callable[[], object], stopping: list[int]) -> None:
+    """Write; on a disk that is full, again until there is room, or somebody asks for the end."""
+    told = False
+    while True:
+        try:
+            write()
+        except Exception as error:
+            if not is_full(error) or stopping:
+                raise
+            if not told:
+                print(json.dumps({"event": "no room", "for": what, "error": str(error)}), flush=True)
+                told = True
+            time.sleep(_ROOM_S)
+        else:
+            return
 
 
 def _listen(stopping: list[int], is_alone: bool) -> None:
