@@ -102,6 +102,10 @@ def one_of_each() -> list[tuple[e.Event, tuple[c.Command, ...]]]:
         (e.LoadReported("e0", None), (c.ResumeRollout(ids[0], "11 of 12 run"),)),
         (e.TurnRequested(ids[0], 5, 7), (c.GrantTurn(ids[0], "e0", 0),)),
         (e.SegmentEnded(ids[0], "e0", ((0, 7),), "stop", 2, 0.5), ()),
+        (
+            e.RolloutContinued(ids[1], 7, 2, 1, True, 0, "its prompt differs"),
+            (c.ContinueRollout(ids[1], task, 7, 8, "e0", 0, 1.5, 9, 2, "it was under way"),),
+        ),
         (e.RolloutEnded(members[0]), (c.NoteRetry(ids[0], "engine: at most 3 attempts"),)),
         *((e.RolloutEnded(r), ()) for r in members[1:3]),
         (

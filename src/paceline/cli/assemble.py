@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from paceline.cli.continuing import Left, left_by
 from paceline.cli.disk import DiskMeter
 from paceline.cli.engines import RunEngines
 from paceline.cli.environments import Environments, own_samplers
@@ -47,6 +48,7 @@ from paceline.domain import events as on
 from paceline.domain.commands import FinishRun, ShipBatch
 from paceline.domain.ids import EnvName
 from paceline.errors import ConfigError, EnvError, PacelineError, TrainerError, place_of, printable, said_by
+from paceline.journal.partial import PartStore
 from paceline.journal.writer import FileJournal
 from paceline.ports import Engine
 from paceline.runtime.checkpoints import Checkpoints
@@ -251,8 +253,13 @@ class Assembly:
                 processor = self._processor(environments, groups, services)
                 gateway = Gateway(config.gateway, tokenizer, config.model.served_name)
                 stack.push_async_callback(gateway.close)
+                left = left_by(self.resumption, environments.runtimes)
+                parts = PartStore(
+                    self.run_dir, self.run_id, goes_on=left.goes_on, fsync_s=config.journal.fsync_s
+                )
+                stack.push_async_callback(parts.close)
                 finish = await self._drive(
-                    environments, engines, journal, processor, offload, gateway, folds, say
+                    environments, engines, journal, processor, offload, gateway, left, parts, folds, say
                 )
             except StoppedTwice as stopped:
                 self._status.finish("stopped", str(stopped), code=INTERRUPTED)
@@ -277,6 +284,8 @@ class Assembly:
         processor: GroupProcessor,
         offload: Threads,
         gateway: Gateway,
+        left: Left,
+        parts: PartStore,
         folds: list[Fold],
         say: Say,
     ) -> FinishRun:
@@ -317,7 +326,14 @@ class Assembly:
             clock,
             noise_by_position=isinstance(config.engine, EmbeddedEngine),
             gateway=gateway,
+            parts=parts,
+            left=left.goes_on,
         )
+        runner.on_note = lambda note: say(f"warning: {note}")
+        if left.goes_on or left.ended:
+            say(
+                f"{len(left.goes_on)} rollouts go on with {left.tokens} tokens, {len(left.ended)} are begun again"
+            )
         room = self._room = Room(
             post=inbox.post, tell=self._tell, fail=self._no_room, limit_s=config.journal.full_disk_s
         )
@@ -365,6 +381,7 @@ class Assembly:
             checkpoint=0 if goes_on is None else goes_on.checkpoint,
             trained=None if goes_on is None else goes_on.trained,
             weights="" if goes_on is None else str(self._weights_now()),
+            continues=tuple(left.goes_on),
         )
         driver.when_failing(self._failing)
         self._driver, self._inbox = driver, inbox
@@ -372,7 +389,7 @@ class Assembly:
             return await driver.run(
                 opened,
                 engines.joined(),
-                ended=goes_on.ended if goes_on else (),
+                ended=left.ended,
                 owed=goes_on.owed if goes_on else (),
             )
 

@@ -23,12 +23,14 @@ import msgspec
 from paceline.core.accounting import Account
 from paceline.core.admission import Admission
 from paceline.core.batching import BatchList, DeadStreak
+from paceline.core.continuing import Continuing
 from paceline.core.evaluation import EvalEpoch, EvalPlan
 from paceline.core.fleet import EngineState, Fleet
 from paceline.core.flights import Flight, Flights
 from paceline.core.groups import GroupLedger, OpenGroup
 from paceline.core.launching import Launcher
 from paceline.core.outbox import Outbox
+from paceline.core.parts import UnderWay
 from paceline.core.scheduling import Overlap, Scheduling
 from paceline.core.scheduling.lengths import EnvLengths
 from paceline.core.setup import CoreSetup
@@ -39,7 +41,7 @@ from paceline.domain import events as on
 from paceline.domain.commands import Command
 from paceline.domain.events import Event
 from paceline.domain.group import ClosedGroup
-from paceline.domain.ids import EnvName, GroupId, RolloutId, Version, parse_rollout_id
+from paceline.domain.ids import EnvName, GroupId, RolloutId, Version
 from paceline.domain.rollout import CancelCause, Rollout
 from paceline.domain.task import TaskRef
 from paceline.errors import InvariantError, TrainerError
@@ -65,6 +67,9 @@ class Core:
         self.turns = Turns(setup, admission, policy, self.fleet, self.flights, self.account, out)
         self.launcher = Launcher(
             setup, admission, policy, self.fleet, self.flights, self.groups, self.account, out
+        )
+        self.continuing = Continuing(
+            admission, policy, self.fleet, self.flights, self.groups, self.launcher, out
         )
         self.curriculum = self.launcher.curriculum
         self.pacing = self.launcher.pacing
@@ -114,6 +119,7 @@ class Core:
             on.WeightsLoaded: self._weights_loaded,
             on.TurnRequested: self._turn_requested,
             on.SegmentEnded: self._segment_ended,
+            on.RolloutContinued: self._rollout_continued,
             on.RolloutEnded: self._rollout_ended,
             on.GroupProcessed: self._group_processed,
             on.BatchShipped: self._batch_shipped,
@@ -168,6 +174,7 @@ class Core:
     # ── what each event changes; returns whether anything may start or finish because of it ──
 
     def _run_opened(self, event: on.RunOpened) -> bool:
+        self.continuing.opened(event.continues)
         return True
 
     def _engine_joined(self, event: on.EngineJoined) -> bool:
@@ -218,15 +225,20 @@ class Core:
         self.turns.segment_ended(event)
         return False
 
+    def _rollout_continued(self, event: on.RolloutContinued) -> bool:
+        self.continuing.continued(event)
+        return False
+
     def _rollout_ended(self, event: on.RolloutEnded) -> bool:
         rollout = event.rollout
         flight = self.flights.remove(rollout.id)
-        if not flight.engine:
+        if rollout.outcome.cause == "restart":
             self._earlier_ended(flight, rollout)
             return False
         if flight.calling:
             raise InvariantError(f"{rollout.id} ended while its call to {flight.engine!r} was still running")
-        self.turns.ended(flight)
+        if flight.engine:  # else it was cancelled before it could go on in this life
+            self.turns.ended(flight)
         group = self.groups.of(rollout.id)
         if rollout.task.split == "eval":
             flight.account.move("in_flight", "eval", flight.sampled)
@@ -326,7 +338,7 @@ class Core:
             self._stopping = event.why
             self._drain(event.why, "shutdown")
             for flight in self.flights.all():
-                self.turns.cancel(flight, "shutdown", event.why)
+                self.cancel(flight, "shutdown", event.why)
             for group in self.launcher.stop_evals():
                 self._settle_eval(self.launcher.give_up(group))
         return True
@@ -344,6 +356,7 @@ class Core:
             self._cut_batches()
         if self._is_finite and self._draining is None and self._out_of_tasks():
             self._finish_sources()
+        self.continuing.fill()
         self.launcher.fill(self.cut, draining=self._draining is not None, processing=len(self._processing))
         if self._draining is not None:
             self._maybe_finish()
@@ -356,7 +369,7 @@ class Core:
             self._process(group, self.launcher.give_up(group))
         for flight in self.flights.all():
             if flight.task.split == "train":
-                self.turns.cancel(flight, cause, why)
+                self.cancel(flight, cause, why)
 
     # ── endings and training ──
 
@@ -481,7 +494,7 @@ class Core:
         oldest = oldest_allowed(step, self.setup.max_staleness)
         for flight in self.flights.older_than(oldest):
             if self._on_stale[flight.task.env] == "drop":
-                self.turns.cancel(
+                self.cancel(
                     flight, "stale", f"sampled since v{flight.oldest}; step {step} takes v{oldest} or newer"
                 )
 
@@ -508,10 +521,12 @@ class Core:
         return self.curriculum.exhausted
 
     def cancel(self, flight: Flight, cause: CancelCause, reason: str) -> None:
+        self.continuing.before_cancelling(flight)
         self.turns.cancel(flight, cause, reason)
 
     def hold(self, flight: Flight, reason: str) -> None:
-        if flight.cancelled is None and not flight.held:
+        # One that waits to go on after a restart holds nothing yet; it is held when it asks for its turn.
+        if flight.cancelled is None and not flight.held and flight.engine:
             self.turns.hold(flight, reason)
 
     def release(self, flight: Flight, engine: EngineState | None = None) -> None:
@@ -666,7 +681,7 @@ class Core:
             "curriculum": self.curriculum.snapshot(self._cut_short),
             "groups": [g.plain(_id_of) for g in self.groups.groups() if g.task.split == "train"],
             "processing": [g.plain(_id_of) for g in self._processing.values()],
-            "flights": [[str(f.id), _plain_task(f.task), f.sampled] for f in self.flights.all()],
+            "flights": self.flights.plain(),
             "shipping": [],
             "list": self.list.snapshot(),
             "pacing": self.pacing.snapshot(),
@@ -690,7 +705,7 @@ class Core:
 
         `path` is where that version's weights are, for engines that join without them. `rollouts` holds those that open
         groups name. Without it these groups are dropped, and their tasks drawn again. Call before the first event;
-        what follows `RunOpened` must end every flight of the snapshot. What did not fit is in `warnings`.
+        `RunOpened` must let every flight of the snapshot go on, or an event that follows it must end it. What did not fit is in `warnings`.
         """
         self.cut = state["cut"]
         self._trained = self.fleet.newest = self.fleet.held = trained
@@ -727,11 +742,12 @@ class Core:
             group = OpenGroup.restore(each, rollouts.__getitem__)
             self.pacing.taken += group.places
             self._processing[group.id] = group
-        for name, task, sampled in state["flights"]:
-            ref = TaskRef(*task)
-            flight = Flight(parse_rollout_id(name), ref, "", 0.0, self.account.of(ref.split, ref.env))
-            flight.sampled = sampled
-            self.flights.add(flight)
+        for row in state["flights"]:
+            left = UnderWay.restore(row)
+            account = self.account.of(left.task.split, left.task.env)
+            flight = Flight(left.id, left.task, "", left.started, account)
+            flight.sampled, flight.requests = left.sampled, left.requests
+            self.continuing.left(flight, left.oldest)
 
     def _drop(self, group: dict[str, Any]) -> None:
         """An open group whose environment is not trained on any more."""
@@ -739,10 +755,6 @@ class Core:
         self.warnings.append(f"env {env!r} is gone: its open group {group['id']} is dropped")
         for name in group["arrived"]:
             self.account.of("train", env).move("grouped", "cancelled", group["tokens"][name])
-
-
-def _plain_task(task: TaskRef) -> list[Any]:
-    return [task.env, task.split, task.index, task.epoch]
 
 
 def _id_of(rollout: Rollout) -> RolloutId:

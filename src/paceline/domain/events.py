@@ -24,14 +24,16 @@ class RunOpened(msgspec.Struct, frozen=True, gc=False, tag=True):
     resumed_from: int | None = None
     """The step this run goes on behind; None for a fresh run."""
     recovered: bool = False
-    """All that was recorded before still stands: attempts that the earlier life left under way end by events that
-    follow. Else a resumed run knows what its checkpoint held, and nothing later."""
+    """All that was recorded before still stands: attempts that the earlier life left under way go on (`continues`),
+    or end by events that follow. Else a resumed run knows what its checkpoint held, and nothing later."""
     checkpoint: int = 0
     """Where a resumed run's checkpoint stands in the journal: it holds all records before this one. 0: it had none."""
     trained: int | None = None
     """The step that a resumed run's trainer goes on from. None for a fresh run, and in journals that did not say."""
     weights: str = ""
     """Where the weights of that step are."""
+    continues: tuple[RolloutId, ...] = ()
+    """Attempts of the earlier life that go on with the tokens they have, in the order of their start."""
 
 
 class EngineJoined(msgspec.Struct, frozen=True, gc=False, tag=True):
@@ -100,6 +102,24 @@ class SegmentEnded(msgspec.Struct, frozen=True, gc=False, tag=True):
     """The engine did not answer: several in a row take it out. A refusal, or a word that it is busy, does not."""
     given_up: bool = False
     """The environment cancelled its call, which says nothing about the engine. Its tokens are not known."""
+
+
+class RolloutContinued(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """A rollout of an earlier life has come to the end of its record, and goes on from there."""
+
+    rollout: RolloutId
+    tokens: int
+    """Sampled in earlier lives, and kept."""
+    lost: int = 0
+    """Sampled in earlier lives, and gone."""
+    turns: int = 0
+    """Turns that it has begun."""
+    is_mid_turn: bool = False
+    """Whether the last of them is still to be finished."""
+    oldest: Version | None = None
+    """Oldest version behind the tokens that are kept."""
+    why: str = ""
+    """Why some are gone."""
 
 
 class RolloutEnded(msgspec.Struct, frozen=True, gc=False, tag=True):
@@ -174,6 +194,7 @@ Event: TypeAlias = (
     | WeightsLoaded
     | TurnRequested
     | SegmentEnded
+    | RolloutContinued
     | RolloutEnded
     | GroupProcessed
     | BatchShipped
@@ -199,6 +220,7 @@ __all__ = [
     "Json",
     "LoadReported",
     "PolicyPublished",
+    "RolloutContinued",
     "RolloutEnded",
     "RunFailed",
     "RunHeld",

@@ -147,6 +147,7 @@ class Driver:
         self._trainer = TrainerWatch(step_limit_s, self.fail, trained=core.trained)
         self._perform: dict[type, Callable[[Any], None]] = {
             do.StartRollout: self._start_rollout,
+            do.ContinueRollout: self._start_rollout,
             do.GrantTurn: gates.open,
             do.CancelRollout: self._cancel_rollout,
             do.ParkRollout: self._park_rollout,
@@ -210,6 +211,7 @@ class Driver:
                     self._inbox.post(event)
                 self._inbox.on_event(self._drain, self._slice_s)
                 self._runner.on_stuck = self.fail
+                self._runner.on_continued = self._inbox.post
                 self._runner.is_sole_canceller = True
                 try:
                     finish = await self._finish
@@ -327,10 +329,10 @@ class Driver:
 
     # ── commands ──
 
-    def _start_rollout(self, command: do.StartRollout) -> None:
+    def _start_rollout(self, command: do.StartRollout | do.ContinueRollout) -> None:
         self._tasks.create_task(self._roll_out(command), context=self._context.copy())
 
-    async def _roll_out(self, command: do.StartRollout) -> None:
+    async def _roll_out(self, command: do.StartRollout | do.ContinueRollout) -> None:
         try:
             rollout = await self._runner.run(command)
         except Exception as error:  # it answers with a record, whatever happens: this is our bug

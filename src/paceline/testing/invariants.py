@@ -65,6 +65,8 @@ class Invariants:
         self._shipped: set[RolloutId] = set()
         self._earlier: set[RolloutId] = set()
         """Ended in earlier lives of the run, or with them."""
+        self._continued: dict[RolloutId, bool] = {}
+        """Rollouts of earlier lives that go on in this one, and whether they have come to the end of their records."""
         self._thrown: set[RolloutId] = set()
         self._asked: set[RolloutId] = set()
         self._calls: dict[RolloutId, str] = {}
@@ -109,10 +111,16 @@ class Invariants:
         if isinstance(event, on.RolloutEnded):
             rollout = event.rollout.id
             self._rule(rollout not in self._ended, "a rollout ended twice", rollout)
-            cut_off = event.rollout.outcome.cause == "restart"  # launched in an earlier life
-            (self._earlier if cut_off else self._ended).add(rollout)
+            earlier = event.rollout.outcome.cause == "restart" or rollout in self._continued
+            (self._earlier if earlier else self._ended).add(rollout)
             self._asked.discard(rollout)
+        elif isinstance(event, on.RolloutContinued):
+            came = self._continued.get(event.rollout)
+            self._rule(came is False, "it came to the end of its record, but was not to go on", event.rollout)
+            self._continued[event.rollout] = True
         elif isinstance(event, on.TurnRequested):
+            came = self._continued.get(event.rollout, True)
+            self._rule(came, "a rollout asked for a turn before the end of its record", event.rollout)
             self._asked.add(event.rollout)
         elif isinstance(event, on.SegmentEnded):
             self._calls.pop(event.rollout)
@@ -125,6 +133,13 @@ class Invariants:
     def _note_command(self, world: Watched, command: Command) -> None:
         if isinstance(command, do.StartRollout):
             self._start(command)
+        elif isinstance(command, do.ContinueRollout):
+            rollout = command.rollout
+            self._rule(rollout not in self._continued, "a rollout went on twice", rollout)
+            self._rule(
+                rollout not in self._ended | self._earlier, "it went on although it had ended", rollout
+            )
+            self._continued[rollout] = False
         elif isinstance(command, do.GrantTurn):
             self._grant(world, command)
         elif isinstance(command, do.CancelRollout):
@@ -248,7 +263,8 @@ class Invariants:
         for engine in core.fleet.engines():
             self._rule(engine.active == counted[engine.id], "permits of an engine", engine.id, engine.active)
             self._sums(engine)
-        started = {command.engine for command in commands if isinstance(command, do.StartRollout)}
+        starts = [c for c in commands if isinstance(c, do.StartRollout | do.ContinueRollout)]
+        started = {command.engine for command in starts if command.engine}
         for name in started:
             self._rule(
                 counted[name] <= world.admission.cap(name), "an engine is over its cap", name, counted[name]
