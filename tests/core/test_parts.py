@@ -11,6 +11,7 @@ import pytest
 from paceline.core.parts import may_go_on, whole_parts
 from paceline.core.recovery import EMPTY, Recovery
 from paceline.core.setup import CoreSetup
+from paceline.core.waits import waits
 from paceline.domain import commands as do
 from paceline.domain import events as on
 from paceline.domain.ids import RolloutId
@@ -199,3 +200,10 @@ def test_the_deadline_counts_what_was_used_before_the_kill() -> None:
     trace = world.run(until=7.5)
     ended = [r for r in trace.ended if r.outcome.ending == "truncated"]
     assert [(r.outcome.cause, r.ended) for r in ended] == [("deadline", 7.0)] * 4
+
+
+def test_what_waits_for_a_permit_is_told_by_that() -> None:
+    first, setup = cut_off()
+    world, _ = next_life(first, setup, SLOW, cap=2)
+    (found,) = [wait for wait in waits(world.core) if "a permit, to go on after the restart" in wait.what]
+    assert (found.since, found.others) == (5.0, 1)

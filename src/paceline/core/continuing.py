@@ -58,6 +58,7 @@ class Continuing:
                     f"{rollout} is to go on, but nothing of it was under way, or its group is not open"
                 )
             flight = self._waiting[rollout] = self._flights[rollout]
+            flight.waits_since = self._out.now
             self._flights.goes_on_from(flight, flight.sampled, self._left[rollout])
         self._left.clear()
 

@@ -83,6 +83,8 @@ def waits(core: Core) -> list[Wait]:
 
 
 def _of_flight(flight: Flight, core: Core) -> tuple[str, float]:
+    if not flight.engine:
+        return "a permit, to go on after the restart", flight.waits_since
     if flight.calling:
         return f"engine {flight.engine!r} to answer", flight.granted_at
     if flight.held:

@@ -230,3 +230,10 @@ def test_the_modelled_engine_caches_prefixes_preempts_when_full_and_loses_no_tok
     engine.submit(3, 700, 10, 1e4)
     [again] = engine.advance(2e4)
     assert again.cached > 0
+
+
+def test_a_rollout_of_an_earlier_life_may_have_more_turns_than_were_ever_seen() -> None:
+    env = EnvStats()
+    env.finished(turns=300, first=10, final=3000, seconds=60.0, wait_s=0.0)
+    env.asked(1000, 9000, 10, 0.0)
+    assert env.ended == 1.0

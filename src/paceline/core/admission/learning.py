@@ -106,9 +106,7 @@ class EnvStats:
 
     def asked(self, turn: int, context: int, observed: int, wait_s: float) -> None:
         """A rollout began a turn, numbered from 0, with `observed` new tokens after `wait_s` outside the engine."""
-        if turn >= len(self._reached) - 1:
-            for name in ("_reached", "_ended", "_context", "_context_sq"):
-                setattr(self, name, np.concatenate([getattr(self, name), np.zeros(len(self._reached))]))
+        self._make_room(turn)
         self._reached[turn] += 1.0
         self._context[turn] += context
         self._context_sq[turn] += float(context) * context
@@ -128,8 +126,15 @@ class EnvStats:
         self._sampled_sq += float(tokens) * tokens
         self._turns += whole
 
+    def _make_room(self, turn: int) -> None:
+        """For what is known of a turn: one that went on after a restart may be far beyond those that were seen begin."""
+        while turn >= len(self._reached) - 1:
+            for name in ("_reached", "_ended", "_context", "_context_sq"):
+                setattr(self, name, np.concatenate([getattr(self, name), np.zeros(len(self._reached))]))
+
     def finished(self, turns: int, first: int, final: int, seconds: float, wait_s: float) -> None:
         """A rollout ended by itself, `wait_s` after its last call."""
+        self._make_room(turns)
         self._ended[turns] += 1.0
         self.ended += 1.0
         self._outside += wait_s
