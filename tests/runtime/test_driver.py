@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -207,6 +208,18 @@ def test_a_seed_repeats_its_run() -> None:
 
     assert told(wild(3)) == told(wild(3))
     assert told(wild(3)) != told(wild(4))
+
+
+def test_a_checkpoint_is_made_after_a_minute_however_few_steps_it_has_been() -> None:
+    setup = msgspec.structs.replace(setup_for(max_steps=9, seq_len=512), checkpoint_every_s=60.0)
+    run = run_driver(
+        setup, {"env": ScriptedEnv()}, trainer=lambda: ScriptedTrainer(train_s=lambda _step: 45.0)
+    )
+    saves = run.commands(do.SaveCheckpoint)
+    assert {command.reason for _, command in saves[:-1]} == {"every 60 s"}
+    times = [at for at, _ in saves]
+    assert len(times) > 3
+    assert all(60.0 <= after - before <= 110.0 for before, after in pairwise(times[:-1]))
 
 
 def test_a_run_goes_on_from_its_checkpoint() -> None:

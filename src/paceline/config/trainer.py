@@ -59,5 +59,8 @@ class CheckpointSection(Section):
 
     every: int = Field(default=10, ge=1)
     """Steps between checkpoints; one is always written at the end."""
+    every_s: float = Field(default=60.0, gt=0)
+    """Seconds after which the orchestrator saves its own state with the next batch, however few steps it has been: what a kill
+    can lose of what admission, samplers and scheduling have learnt."""
     keep_last: int = Field(default=3, ge=1)
     """Checkpoints and weight versions kept."""

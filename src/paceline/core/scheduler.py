@@ -105,7 +105,10 @@ class Core:
         """Why no more training rollouts are started."""
         self._stopping: str | None = None
         """Why the run ends early: evals stop too."""
-        self._save_due = False
+        self._save_due = ""
+        """Why a checkpoint is due; empty while none is."""
+        self._save_by = setup.checkpoint_every_s
+        """When the next one is, however few steps it has been."""
         self._saving = False
         self._closing = False
         """Whether the last checkpoint has been asked for."""
@@ -300,12 +303,15 @@ class Core:
 
     def _batch_shipped(self, event: on.BatchShipped) -> bool:
         self._unacknowledged -= 1
-        if event.step % self.setup.checkpoint_every == 0 and event.step < self.setup.max_steps:
-            self._save_due = True
+        setup = self.setup
+        if event.step % setup.checkpoint_every == 0 and event.step < setup.max_steps:
+            self._save_due = f"every {setup.checkpoint_every} steps"
+        elif self._out.now >= self._save_by and event.step < setup.max_steps:
+            self._save_due = f"every {setup.checkpoint_every_s:g} s"
         # Not with a batch between here and the trainer: a run resumed from that state would not ship it again.
         if self._save_due and not self._unacknowledged and not self._saving and self._draining is None:
-            self._save_due = False
-            self._save(f"every {self.setup.checkpoint_every} steps")
+            why, self._save_due = self._save_due, ""
+            self._save(why)
         return True
 
     def _step_trained(self, event: on.StepTrained) -> bool:
@@ -642,6 +648,7 @@ class Core:
 
     def _save(self, why: str) -> None:
         self._saving = True
+        self._save_by = self._out.now + self.setup.checkpoint_every_s
         self._out.say(do.SaveCheckpoint(self.cut, self.snapshot(), why))
 
     def _maybe_finish(self) -> None:

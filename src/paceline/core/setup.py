@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from math import inf
 from typing import Final, Literal
 
 import msgspec
@@ -59,6 +60,8 @@ class CoreSetup(msgspec.Struct, frozen=True):
     short_last: bool
     dead_group_limit: int
     checkpoint_every: int
+    checkpoint_every_s: float = inf
+    """Seconds after which a checkpoint is due with the next batch, however few steps it has been."""
     outage_s: float = 3600.0
     """Seconds that all training environments may be out before the run ends."""
     engine_wait_s: float = 0.0
@@ -147,6 +150,7 @@ def core_setup(
         dead_group_limit=config.batch.dead_group_limit,
         outage_s=config.run.outage_s,
         checkpoint_every=config.checkpoint.every,
+        checkpoint_every_s=config.checkpoint.every_s,
         engine_wait_s=config.engine.lost_s,
         park=config.admission.park,
         segment_tokens=config.scheduling.segment_tokens,
