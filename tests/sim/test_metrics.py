@@ -7,14 +7,23 @@ import pytest
 from sim_kit import simulation
 
 from paceline.core.admission import FixedCap
-from paceline.core.scheduling import Synchronous
+from paceline.core.scheduling import Scheduling, Synchronous, TailRounds, UnbiasedTail
 from paceline.domain.commands import StartRollout
 from paceline.domain.ids import RolloutId
 from paceline.domain.task import TaskRef
 from paceline.errors import ConfigError
 from paceline.sim.bound import lower_bound, tail_probability
+from paceline.sim.cells import Drawn
 from paceline.sim.engine import Speed
-from paceline.sim.metrics import Measure, confidence, length_bias, ramp_s, summarize, tail_s
+from paceline.sim.metrics import (
+    Measure,
+    confidence,
+    counted_steps,
+    length_bias,
+    ramp_s,
+    summarize,
+    tail_s,
+)
 from paceline.sim.plan import RolloutPlan
 from paceline.sim.workloads import PRESETS, Reasoning, ReasoningLengths, workload_of
 
@@ -147,3 +156,27 @@ def _length(source: object, task: int, member: int) -> int:
     noise = (task * 7919 + member * 104_729) * 0x9E3779B97F4A7C15 % (1 << 62)
     command = StartRollout(RolloutId(task, member), TaskRef("env", "train", task), 0, noise, "e0", 0)
     return source.plan(command, 0.0).sampled  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("policy", "low", "high"),
+    [(UnbiasedTail(200, "pinned"), -0.02, 0.02), (TailRounds(1.25, 1.5), -0.16, -0.05)],
+    ids=["unbiased_tail", "tail_rounds"],
+)
+def test_whole_cycles_tell_whether_what_is_trained_is_what_was_drawn(
+    policy: Scheduling, low: float, high: float
+) -> None:
+    measure, drawn = Measure(), Drawn(TwoPercent())
+    sim = simulation(
+        workload=drawn, speed=EVEN, engines=1, train_s=1.0, scheduling=policy, lag=0, max_staleness=0,
+        admission=FixedCap(200), batch=32, max_steps=90, folds=[measure],
+    )  # fmt: skip
+    sim.run(steps=80)
+    counted = counted_steps(measure)
+    waits = [seen.put_off for seen in measure.steps]
+    assert max(waits) >= 16
+    assert counted[-1].put_off == min(waits[40:80]) <= 4
+    plans = drawn.between(counted[0].began, counted[-1].cut)
+    trained = [length for seen in counted for length in seen.lengths]
+    bias = length_bias(trained, [plan.sampled for plan in plans]).mean
+    assert low < bias < high

@@ -2,6 +2,7 @@
 
 paceline simulate STUDY.toml
 paceline simulate STUDY.toml --from RUN        the rollouts of a recorded run instead of the study's workloads
+paceline simulate STUDY.toml --engines-from RUN    its engines, as their requests tell, instead of a model on a GPU
 paceline simulate --list                       the models, GPUs and workloads that Paceline knows
 """
 
@@ -31,6 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="recorded",
         metavar="RUN",
         help="directory of a run whose rollouts are rolled out again",
+    )
+    parser.add_argument(
+        "--engines-from",
+        metavar="RUN",
+        help="directory of a run whose engines are taken, fitted as `paceline calibrate` does",
     )
     parser.add_argument("--seeds", type=int, metavar="N", help="seeds, instead of the study's number")
     parser.add_argument(
@@ -87,9 +93,12 @@ def _chosen(study: StudyConfig, args: argparse.Namespace) -> StudyConfig:
             if name not in known:
                 raise ConfigError(f"the study has no policy {name!r}; there are {', '.join(known)}")
         changes["policy"] = [p for p in data["policy"] if p["name"] in args.policy]
+    for named in (args.recorded, args.engines_from):
+        if named is not None and not Path(named).is_dir():
+            raise ConfigError(f"no run at {named!r}: give the directory of a run")
+    if args.engines_from is not None:
+        changes["engines"] = data["engines"] | {"recorded": str(Path(args.engines_from).resolve())}
     if args.recorded is not None:
-        if not Path(args.recorded).is_dir():
-            raise ConfigError(f"no run at {args.recorded!r}: give the directory of a run")
         sizes = {env.group_size for workload in study.workload for env in workload.env}
         if len(sizes) > 1:
             raise ConfigError(f"the study has groups of {sorted(sizes)}: for --from, keep one workload")

@@ -10,9 +10,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from paceline.domain.events import Event
 from paceline.errors import ConfigError
 from paceline.journal import read_journal
+from paceline.sim.calibrate import Record
 from paceline.sim.cells import Cell, run_cell
 from paceline.sim.page import page
 from paceline.sim.study import StudyConfig, load_study
@@ -64,8 +64,8 @@ def simulate(
 def _run(job: tuple[Any, ...]) -> Cell:
     study, policy, workload, seed, folder = job
 
-    def journal(name: str) -> Iterable[Event]:
-        return (record.event for record in read_journal(_run_dir(name, folder)))
+    def journal(name: str) -> Iterable[Record]:
+        return ((r.at, r.event, r.commands) for r in read_journal(_run_dir(name, folder)))
 
     return run_cell(study, policy, workload, seed, journal)
 
@@ -109,8 +109,9 @@ def _write_parquet(path: Path, columns: list[str], rows: list[list[Any]]) -> lis
 
 def _facts(study: StudyConfig) -> list[tuple[str, str]]:
     e = study.engines
+    kind = f"{e.gpus} {e.gpu}, {e.model}" if e.recorded is None else f"as in {e.recorded}"
     return [
-        ("engines", f"{e.count} × {e.gpus} {e.gpu}, {e.model}"),
+        ("engines", f"{e.count} × {kind}"),
         ("seeds", str(study.study.seeds)),
         ("batch", f"{study.batch.rollouts or study.batch.tokens}"),
     ]

@@ -4,11 +4,14 @@
 
 B and K are the requests of its engine and the tokens of their contexts, on the mean over the request's time. Fitted to half
 of the requests, by least squares of the relative error with no constant below nought; the error is that of the others.
+With what the engines said of themselves that makes a modelled engine (`recorded_engines`), on which other workloads and
+policies can be tried before they are run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -19,7 +22,12 @@ from paceline.domain import events as on
 from paceline.domain.commands import Command
 from paceline.domain.events import Event
 from paceline.domain.ids import EngineId, RolloutId
+from paceline.domain.load import EngineInfo
 from paceline.errors import ConfigError
+from paceline.sim.engine.speed import Speed
+
+Record: TypeAlias = tuple[float, Event, Sequence[Command]]
+"""When, what happened, and what was decided: as journals have it."""
 
 LEAST = 40
 """Requests below which nothing can be fitted."""
@@ -39,6 +47,47 @@ class Calibration(msgspec.Struct, frozen=True):
     """Mean relative error of a held-out request's seconds."""
     total_error: float
     """Relative error of the held-out requests' seconds in all: what goodput is off by."""
+
+    def speed(
+        self, *, kv_tokens: int, max_model_len: int, max_num_seqs: int = 256, max_batched_tokens: int = 8192
+    ) -> Speed:
+        """A modelled engine with these constants."""
+        return Speed(
+            kv_tokens=kv_tokens,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_batched_tokens=max_batched_tokens,
+            weights_s=0.0,
+            token_s=self.prefill_s,
+            kv_s=self.token_s,
+            attention_s=0.0,
+            overhead_s=self.fixed_s,
+            # A sampled token is computed like one of a prompt, and that is in what a sequence was found to cost.
+            seq_s=max(0.0, self.seq_s - self.prefill_s),
+        )
+
+
+class RecordedEngines(msgspec.Struct, frozen=True):
+    """The engines of a run, as its journal tells."""
+
+    calibration: Calibration
+    count: int
+    """How many joined."""
+    kv_tokens: int | None
+    """Capacity that the first of them told."""
+    max_model_len: int | None
+
+
+def recorded_engines(records: Iterable[Record]) -> RecordedEngines:
+    """What engines a run had. ConfigError when the journal holds too few requests to tell what they cost."""
+    kept = list(records)
+    infos: dict[EngineId, EngineInfo] = {}
+    for _, event, _ in kept:
+        if isinstance(event, on.EngineJoined):
+            infos.setdefault(event.info.id, event.info)
+    found = calibrate(kept)
+    first = next(iter(infos.values()))
+    return RecordedEngines(found, len(infos), first.kv_tokens, first.max_model_len)
 
 
 class _Open(msgspec.Struct):
@@ -63,7 +112,7 @@ class _Integrals(msgspec.Struct):
         self.at = now
 
 
-def calibrate(records: Iterable[tuple[float, Event, Iterable[Command]]]) -> Calibration:
+def calibrate(records: Iterable[Record]) -> Calibration:
     """Of all engines of a run together. ConfigError when the journal holds too few requests."""
     rows, seconds = _requests(records)
     if len(rows) < LEAST:
@@ -87,7 +136,7 @@ def calibrate(records: Iterable[tuple[float, Event, Iterable[Command]]]) -> Cali
 
 
 def _requests(
-    records: Iterable[tuple[float, Event, Iterable[Command]]],
+    records: Iterable[Record],
 ) -> tuple[list[list[float]], list[float]]:
     engines: dict[EngineId, _Integrals] = {}
     asked: dict[RolloutId, int] = {}

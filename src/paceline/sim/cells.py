@@ -16,22 +16,20 @@ from paceline.core.processing import GroupRules
 from paceline.core.scheduler import Core
 from paceline.core.scheduling import scheduling_of
 from paceline.core.setup import core_setup
-from paceline.core.streams import key, mix
 from paceline.domain.commands import StartRollout
-from paceline.domain.events import Event
-from paceline.domain.ids import EnvName, RolloutId
-from paceline.domain.task import TaskRef
+from paceline.domain.ids import EnvName
 from paceline.errors import ConfigError
 from paceline.sim.bound import lower_bound
+from paceline.sim.calibrate import Record, recorded_engines
 from paceline.sim.engine import EngineModel
-from paceline.sim.metrics import Measure, confidence, length_bias, ramp_s, summarize
+from paceline.sim.metrics import Measure, confidence, counted_steps, length_bias, ramp_s, summarize
 from paceline.sim.plan import RolloutPlan, Workload
 from paceline.sim.simulation import Fold, Simulation
 from paceline.sim.study import PolicySection, StudyConfig, WorkloadSection
 from paceline.sim.workloads import Recorded, workload_of
 
-Journals = Callable[[str], Iterable[Event]]
-"""Reads the events of a recorded run's journal; the simulator itself opens no file."""
+Journals = Callable[[str], Iterable[Record]]
+"""Reads the journal of a recorded run; the simulator itself opens no file."""
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -94,12 +92,15 @@ def build(
     admission: Admission | None = None,
 ) -> Simulation:
     """The simulation of one cell, ready to run. ConfigError when it cannot work."""
-    workloads = workloads_of(workload, seed, journals)
+    workloads = {env: Drawn(each) for env, each in workloads_of(workload, seed, journals).items()}
     config = study.run_config(workload, policy, seed)
     sizes = {("train", env.label): env.tasks for env in workload.env}
     setup = core_setup(config, sizes, {})
     chosen = admission or admission_of(config, {})
-    speed = study.speed(longest_context(workloads))
+    recorded = None
+    if study.engines.recorded is not None:
+        recorded = recorded_engines(_records(study.engines.recorded, journals))
+    speed = study.speed(longest_context(workloads), recorded)
     count = policy.engines or study.engines.count
     return Simulation(
         Core(setup, chosen, scheduling_of(config)),
@@ -139,7 +140,7 @@ def run_cell(
     simulation.run(until=until, steps=steps)
     cpu_s = process_time() - began
     simulation.core.account.check()
-    numbers = _numbers(study, workload, policy, seed, simulation, measure, before)
+    numbers = _numbers(study, workload, simulation, measure, before)
     numbers["cpu_s"] = cpu_s
     points = tuple(timeline.points) if timeline else ()
     if points:
@@ -164,8 +165,6 @@ class _Before(msgspec.Struct, frozen=True):
 def _numbers(
     study: StudyConfig,
     workload: WorkloadSection,
-    policy: PolicySection,
-    seed: int,
     simulation: Simulation,
     measure: Measure,
     before: _Before,
@@ -193,15 +192,21 @@ def _numbers(
     if summary is None:
         return numbers
     numbers |= {name: float(value) for name, value in msgspec.structs.asdict(summary).items()}
-    counted = [seen for seen in measure.steps if seen.trained is not None][study.study.skip_steps :]
+    counted = counted_steps(measure, study.study.skip_steps)
     trained = [length for seen in counted for length in seen.lengths]
     numbers["s_per_1024"] = summary.seconds / max(1, len(trained)) * 1024
-    plans = reference_plans(workload, simulation, seed)
+    numbers["rollout_s_per_1024"] = summary.rollout_s * summary.steps / max(1, len(trained)) * 1024
+    plans = [
+        plan
+        for each in simulation.workloads.values()
+        if isinstance(each, Drawn)
+        for plan in each.between(counted[0].began, counted[-1].cut)
+    ]
     if plans:
         bias = length_bias(trained, [plan.sampled for plan in plans], cap=max(plan.sampled for plan in plans))
         numbers |= {f"length_{name}": value for name, value in msgspec.structs.asdict(bias).items()}
         single = [plan for plan in plans if len(plan.turns) == 1]
-        if len(single) == len(plans):
+        if len(single) == len(plans) and len(workload.env) == 1:
             per_step = len(trained) / summary.steps
             bound = lower_bound(
                 [plan.prompt for plan in plans],
@@ -217,26 +222,27 @@ def _numbers(
     return numbers
 
 
-def reference_plans(workload: WorkloadSection, simulation: Simulation, seed: int) -> list[RolloutPlan]:
-    """What the policy draws when nothing races or defers: each task of the run once, with noise of its own. Empty where
-    several environments are mixed, since the mix is the scheduler's."""
-    if len(workload.env) != 1:
-        return []
-    env = workload.env[0]
-    drawn = simulation.core.curriculum.samplers[env.label].drawn
-    base = key(seed, "reference")
-    plans = []
-    source = simulation.workloads[env.label]
-    for task in range(max(1, min(drawn, _REFERENCE // env.group_size))):
-        for member in range(env.group_size):
-            noise = mix(base, task * 1024 + member) >> 1
-            ref = TaskRef(env.label, "train", task)
-            plans.append(source.plan(StartRollout(RolloutId(task, member), ref, 0, noise, "", 0), 0.0))
-    return plans
+class Drawn:
+    """A workload that keeps what it draws: the rollouts that the policy makes when nothing is cut short, races or comes
+    again. What is trained is compared with them, rollout by rollout the same ones, so that chance plays little part."""
 
+    def __init__(self, workload: Workload) -> None:
+        self._drawn: list[tuple[float, RolloutPlan]] = []
+        self._workload = workload
 
-_REFERENCE = 20_000
-"""Rollouts that stand for what the policy draws."""
+    @property
+    def longest(self) -> int:
+        return self._workload.longest
+
+    def plan(self, command: StartRollout, now: float) -> RolloutPlan:
+        plan = self._workload.plan(command, now)
+        if not command.put_off and not command.rollout.attempt and command.task.split == "train":
+            self._drawn.append((now, plan))
+        return plan
+
+    def between(self, since: float, until: float) -> list[RolloutPlan]:
+        """What was drawn from `since` and before `until`."""
+        return [plan for at, plan in self._drawn if since <= at < until]
 
 
 def workloads_of(
@@ -248,13 +254,16 @@ def workloads_of(
         shape = env.shape
         if shape is not None:
             made[env.label] = workload_of(shape, seed)
-        elif journals is None or env.journal is None:
-            raise ConfigError(
-                f"workload {workload.name!r} is a recorded run, and nobody says how to read one"
-            )
-        else:
-            made[env.label] = Recorded.of(journals(env.journal)).named(env.label)
+        elif env.journal is not None:
+            events = (event for _, event, _ in _records(env.journal, journals))
+            made[env.label] = Recorded.of(events).named(env.label)
     return made
+
+
+def _records(name: str, journals: Journals | None) -> Iterable[Record]:
+    if journals is None:
+        raise ConfigError(f"{name!r} is a recorded run, and nobody says how to read one")
+    return journals(name)
 
 
 def longest_context(workloads: Mapping[EnvName, Workload]) -> int:

@@ -40,6 +40,8 @@ class StepSeen(msgspec.Struct):
     """Of each rollout, from its oldest token."""
     versions: list[int]
     """Of each rollout: how many sampled it."""
+    put_off: int = 0
+    """Rollouts that were put off, and had not been started again when it was cut."""
     trained: float | None = None
     """When the trainer had taken the step."""
 
@@ -65,6 +67,7 @@ class Measure:
         self._lengths: dict[RolloutId, tuple[int, float, int]] = {}
         self._groups: dict[GroupId, tuple[float, float]] = {}
         self._began: float | None = None
+        self._put_off = 0
 
     def apply(self, at: float, event: Event, commands: Sequence[Command]) -> None:
         if isinstance(event, on.RolloutEnded):
@@ -80,6 +83,9 @@ class Measure:
                 if self._began is None:
                     self._began = at
                 self._groups.setdefault(command.rollout.group, (at, at))
+                self._put_off -= command.put_off > 0 and not command.rollout.attempt
+            elif isinstance(command, do.PutOff):
+                self._put_off += command.size
             elif isinstance(command, do.ShipBatch):
                 self._ship(at, command.batch)
             elif isinstance(command, do.NoteStale) and command.action == "dropped":
@@ -120,6 +126,7 @@ class Measure:
 
     def _ship(self, at: float, batch: Any) -> None:
         seen = StepSeen(batch.step, at if self._began is None else self._began, at, 0, 0, [], [], [], [])
+        seen.put_off = self._put_off
         self._began = None
         for sample in batch.samples:
             tokens = sample.trainable_tokens
@@ -172,10 +179,20 @@ class Summary(msgspec.Struct, frozen=True):
     """Tokens of rollouts that ended and did not train, by those that did; evals and what waits left out."""
 
 
+def counted_steps(measure: Measure, skip: int = 0) -> list[StepSeen]:
+    """Steps that were trained, after the first `skip`, in whole cycles: up to that of the later half at which least was put
+    off. What a policy defers, long rollouts mostly, would be missing from a cycle that is cut in two."""
+    steps = [seen for seen in measure.steps if seen.trained is not None][skip:]
+    if not steps:
+        return []
+    last = min(range(len(steps) // 2, len(steps)), key=lambda number: (steps[number].put_off, -number))
+    return steps[: last + 1]
+
+
 def summarize(measure: Measure, skip: int = 0) -> Summary | None:
-    """None when no step after the first `skip` was trained."""
+    """None when no step after the first `skip` was trained; see `counted_steps`."""
     trained = [seen for seen in measure.steps if seen.trained is not None]
-    counted = trained[skip:]
+    counted = counted_steps(measure, skip)
     if not counted:
         return None
     since = trained[skip - 1].trained if skip else min(seen.began for seen in trained)

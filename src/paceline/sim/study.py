@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from pydantic import Field, model_validator
 
 from paceline.config import (
@@ -20,6 +21,7 @@ from paceline.config.base import Section
 from paceline.config.batch import BatchSection
 from paceline.config.load import load
 from paceline.errors import ConfigError
+from paceline.sim.calibrate import RecordedEngines
 from paceline.sim.engine import GPUS, MODELS, Efficiency, GpuSpec, ModelSpec, Speed, speed_of
 from paceline.sim.workloads import PRESETS, AgentTurns, ReasoningLengths
 from paceline.sim.world import FaultModel, TrainerModel, WeightsModel
@@ -34,6 +36,9 @@ class EnginesSection(Section):
     """A GPU that Paceline knows, or one of `[gpus.NAME]`."""
     gpus: int = Field(default=1, ge=1)
     """GPUs of one engine, which share one copy of the weights."""
+    recorded: str | None = None
+    """Directory of a run whose engines are taken instead of a model on a GPU: what their steps cost as `paceline calibrate`
+    fits it, and the capacity that they told."""
     count: int = Field(default=1, ge=1)
     """Engines."""
     slow: float = Field(default=1.0, gt=0)
@@ -208,11 +213,34 @@ class StudyConfig(Section):
             raise ValueError(f"efficiency has no {unknown[0]!r}; there are {', '.join(known_names)}")
         return self
 
-    def speed(self, longest: int) -> Speed:
-        """Of one engine, for contexts of up to `longest` tokens. ConfigError when one does not fit."""
+    def speed(self, longest: int, recorded: RecordedEngines | None = None) -> Speed:
+        """Of one engine, for contexts of up to `longest` tokens; `recorded` are the engines of `engines.recorded`.
+        ConfigError when one does not fit."""
+        section = self.engines
+        speed = self._modelled(longest) if recorded is None else self._recorded(longest, recorded)
+        if longest > speed.kv_tokens:
+            raise ConfigError(
+                f"a context of {longest} tokens does not fit an engine of {speed.kv_tokens}: take more GPUs an engine, "
+                "or a shorter cap"
+            )
+        return msgspec.structs.replace(
+            speed, max_num_seqs=section.max_num_seqs, max_batched_tokens=section.max_batched_tokens
+        )
+
+    def _recorded(self, longest: int, recorded: RecordedEngines) -> Speed:
+        section = self.engines
+        kv_tokens = section.kv_tokens or recorded.kv_tokens
+        if kv_tokens is None:
+            raise ConfigError(
+                f"the engines of {section.recorded!r} did not tell how many tokens they hold: set engines.kv_tokens"
+            )
+        longest = section.max_model_len or recorded.max_model_len or longest
+        return recorded.calibration.speed(kv_tokens=kv_tokens, max_model_len=longest)
+
+    def _modelled(self, longest: int) -> Speed:
         section = self.engines
         model = {**MODELS, **self.models}[section.model]
-        speed = speed_of(
+        return speed_of(
             model,
             {**GPUS, **self.gpus}[section.gpu],
             gpus=section.gpus,
@@ -220,16 +248,8 @@ class StudyConfig(Section):
             efficiency=Efficiency(**self.efficiency),  # type: ignore[arg-type]
             utilization=section.utilization,
             max_model_len=section.max_model_len or longest,
-            max_num_seqs=section.max_num_seqs,
-            max_batched_tokens=section.max_batched_tokens,
             kv_tokens=section.kv_tokens,
         )
-        if longest > speed.kv_tokens:
-            raise ConfigError(
-                f"a context of {longest} tokens does not fit an engine of {speed.kv_tokens}: take more GPUs an engine, "
-                "or a shorter cap"
-            )
-        return speed
 
     @property
     def shared_kv_s(self) -> float | None:
