@@ -60,7 +60,7 @@ def normal(state: dict[str, Any]) -> dict[str, Any]:
     plain["plan"] = {env: version for env, version in plain["plan"].items() if version >= 0}
     curriculum = plain["curriculum"]
     # What a mix and a sampler have learnt is that of the newest checkpoint, like what admission has.
-    for name in ("mix", "learnt"):
+    for name in ("mix", "learnt", "gates", "resting"):
         curriculum.pop(name, None)
     curriculum["envs"] = {
         env: (saved["drawn"], saved["redraw"])

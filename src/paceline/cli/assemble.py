@@ -24,7 +24,7 @@ import msgspec
 from paceline.cli.continuing import Left, left_by
 from paceline.cli.disk import DiskMeter
 from paceline.cli.engines import RunEngines
-from paceline.cli.environments import Environments, own_samplers
+from paceline.cli.environments import Environments, own_gates, own_samplers
 from paceline.cli.resume import Resumption
 from paceline.cli.services import ConfiguredServices, imported
 from paceline.cli.status import INTERRUPTED, StatusFile
@@ -298,6 +298,7 @@ class Assembly:
                 environments.fingerprints,
                 whole_groups=environments.whole_groups,
                 samplers=own_samplers(config),
+                gates=own_gates(config),
             ),
             admission_of(config, environments.scores_groups),
             scheduling_of(config),

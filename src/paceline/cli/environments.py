@@ -15,6 +15,7 @@ from pathlib import Path
 import paceline
 from paceline.cli.services import imported
 from paceline.config import EnvSection, EvalSection, InlineWorkers, ProcessWorkers, RunConfig
+from paceline.core.gates import Gate
 from paceline.core.samplers import TaskSampler
 from paceline.domain.ids import EnvName
 from paceline.domain.task import Split
@@ -121,6 +122,16 @@ def own_samplers(config: RunConfig) -> dict[EnvName, type[TaskSampler]]:
         section.label: imported(section.sampler, f"env {section.label!r}: sampler")
         for section in config.env
         if ":" in section.sampler
+    }
+
+
+def own_gates(config: RunConfig) -> dict[str, type[Gate]]:
+    """The gates that the config names by import path."""
+    return {
+        gate.id: imported(gate.id, f"env {section.label!r}: gate")
+        for section in config.env
+        for gate in section.gates
+        if ":" in gate.id
     }
 
 

@@ -96,7 +96,7 @@ def config_of(run_dir: Path) -> RunConfig:
 async def core_maker(config: RunConfig) -> Callable[[], Core]:
     """Makes cores as the run made them. Environments are made once, to be asked what the core decides by: the number of
     their tasks, whether they score groups whole. ConfigError for one that cannot be had."""
-    from paceline.cli.environments import environment_of, own_samplers
+    from paceline.cli.environments import environment_of, own_gates, own_samplers
     from paceline.config import EnvSection, EvalSection
     from paceline.core.admission.choice import admission_of
     from paceline.core.scheduler import Core
@@ -127,7 +127,7 @@ async def core_maker(config: RunConfig) -> Callable[[], Core]:
     samplers = own_samplers(config)
 
     def make() -> Core:
-        setup = core_setup(config, sizes, fingerprints, whole_groups=whole, samplers=samplers)
+        setup = core_setup(config, sizes, fingerprints, whole_groups=whole, samplers=samplers, gates=own_gates(config))
         return Core(setup, admission_of(config, scores_groups), scheduling_of(config))
 
     return make

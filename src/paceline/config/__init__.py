@@ -12,7 +12,7 @@ from paceline.config.algorithm import AlgorithmSection
 from paceline.config.base import Section
 from paceline.config.batch import BatchSection
 from paceline.config.engine import ChatSection, EmbeddedEngine, EngineSection, SglangEngine, VllmEngine
-from paceline.config.environment import EnvSection, EvalSection, Limits
+from paceline.config.environment import EnvSection, EvalSection, GateSection, Limits
 from paceline.config.filters import (
     FiltersSection,
     GibberishFilter,
@@ -55,6 +55,7 @@ __all__ = [
     "ExternalTrainer",
     "FiltersSection",
     "FixedAdmission",
+    "GateSection",
     "GatewaySection",
     "GibberishFilter",
     "InlineWorkers",

@@ -11,6 +11,9 @@ from paceline.config.base import Section
 from paceline.config.model import SamplingOverride
 from paceline.config.workers import InlineWorkers, WorkersSection
 
+GATES = ("advantage", "reward", "solved")
+"""Gates that come with Paceline."""
+
 SAMPLERS = ("shuffled", "sequential", "difficulty", "band")
 """Samplers that come with Paceline."""
 
@@ -28,6 +31,31 @@ class Limits(Section):
     """Wall-clock seconds after which a rollout is truncated (limit `deadline`)."""
     score_s: float = Field(default=60.0, gt=0)
     """Seconds the environment may take to score and close a rollout whose deadline has passed."""
+
+
+class GateSection(Section):
+    """Judges an environment's groups once they are processed: whether they may train, and whether their task rests."""
+
+    id: str
+    """`advantage` (refuses groups whose advantages are all from `low` to `high`), `reward` (those whose mean reward is not
+    from `low` to `high`), `solved` (rests tasks that reach `at_least`, `times` in a row, for `epochs`), or `module:Class`,
+    your own."""
+    name: str | None = None
+    """Name in reasons and checkpoints; the id when left out. Must be unique in its environment."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of the gate."""
+
+    @field_validator("id")
+    @classmethod
+    def _gate_is_known(cls, name: str) -> str:
+        if name not in GATES and ":" not in name:
+            raise ValueError(f"expected one of {', '.join(GATES)}, or module:Class")
+        return name
+
+    @property
+    def label(self) -> str:
+        """The name it goes by."""
+        return self.name or self.id
 
 
 class EnvSection(Section):
@@ -53,6 +81,8 @@ class EnvSection(Section):
     mean reward) and `band` (success rates) draw with replacement by how tasks went; or `module:Class`, your own."""
     sampler_args: dict[str, Any] = {}
     """Keyword arguments of a sampler that learns."""
+    gates: tuple[GateSection, ...] = ()
+    """What its groups must pass to train, once they are processed; all of them."""
     epochs: int | None = Field(default=None, ge=1)
     """Walks through a finite source before it is exhausted; none goes round for ever."""
     tasks_per_minute: float | None = Field(default=None, gt=0)
@@ -92,6 +122,14 @@ class EnvSection(Section):
         if name not in SAMPLERS and ":" not in name:
             raise ValueError(f"expected one of {', '.join(SAMPLERS)}, or module:Class")
         return name
+
+    @field_validator("gates")
+    @classmethod
+    def _gates_are_told_apart(cls, gates: tuple[GateSection, ...]) -> tuple[GateSection, ...]:
+        names = [gate.label for gate in gates]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two gates are called {twice[0]!r}: give them names")
+        return gates
 
     @property
     def label(self) -> str:

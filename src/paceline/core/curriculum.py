@@ -9,18 +9,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.gates import Gates, Outcome
 from paceline.core.mix import Mix
 from paceline.core.samplers.base import TaskSampler
 from paceline.core.streams import key, permutation, uniform
 from paceline.domain.group import GroupResult
 from paceline.domain.ids import EnvName
 from paceline.domain.task import TaskRef
+
+_MOST_PASSED: Final = 64
+"""Tasks at rest in a row that a draw passes over: the next is drawn all the same, since a source must not run dry."""
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -41,7 +45,7 @@ class Source(msgspec.Struct, frozen=True):
 class Sampler:
     """The task order of one environment. One draw is O(1), and O(size) once an epoch."""
 
-    __slots__ = ("_epoch", "_order", "_seed", "drawn", "learning", "redraw", "source")
+    __slots__ = ("_epoch", "_order", "_seed", "drawn", "learning", "redraw", "resting", "source")
 
     def __init__(self, source: Source, seed: int, learning: TaskSampler | None = None) -> None:
         self.source = source
@@ -51,6 +55,8 @@ class Sampler:
         """Draws so far, redraws not counted."""
         self.redraw: deque[TaskRef] = deque()
         """Tasks that were drawn in an earlier life of the run and not finished: they come first."""
+        self.resting: dict[int, int] = {}
+        """Tasks that are passed over, and until which draw."""
         self._seed = seed
         self._epoch = -1
         self._order: NDArray[np.int64] | None = None
@@ -66,6 +72,21 @@ class Sampler:
         """The next task. Call only while not `exhausted`."""
         if self.redraw:
             return self.redraw.popleft()
+        task = self._next()
+        for _ in range(_MOST_PASSED):
+            if not self._rests(task.index) or self.exhausted:
+                break
+            task = self._next()
+        return task
+
+    def _rests(self, index: int) -> bool:
+        until = self.resting.get(index)
+        if until is not None and until < self.drawn:
+            del self.resting[index]
+            return False
+        return until is not None
+
+    def _next(self) -> TaskRef:
         source, n = self.source, self.drawn
         self.drawn += 1
         if source.size is None:
@@ -84,7 +105,7 @@ class Sampler:
 class Curriculum:
     """Draws groups over all training environments."""
 
-    __slots__ = ("_draws", "_key", "mix", "samplers")
+    __slots__ = ("_draws", "_gates", "_key", "mix", "samplers")
 
     def __init__(
         self,
@@ -93,8 +114,10 @@ class Curriculum:
         *,
         mix: Mix | None = None,
         learning: Mapping[EnvName, TaskSampler] = {},
+        gates: Mapping[EnvName, Gates] = {},
     ) -> None:
         """`mix` says the shares of draws; without it they are the weights. `learning`: samplers that learn."""
+        self._gates = gates
         self.samplers = {source.env: Sampler(source, seed, learning.get(source.env)) for source in sources}
         self.mix = mix
         self._key = key(seed, "mix")
@@ -104,15 +127,23 @@ class Curriculum:
     def exhausted(self) -> bool:
         return all(sampler.exhausted for sampler in self.samplers.values())
 
-    def closed(self, task: TaskRef, result: GroupResult) -> None:
-        """A group of a task was processed: what it brought is told to the mix and to the task's sampler."""
+    def closed(self, task: TaskRef, result: GroupResult) -> str:
+        """A group of a task was processed: what it brought is told to the task's sampler, its gates and the mix. Returns
+        why the gates do not let it train; empty if they do."""
         sampler = self.samplers.get(task.env)
         if sampler is not None and sampler.learning is not None:
             sampler.learning.seen(task.index, result.reward_mean, result.reward_variance)
+        refused = ""
+        if sampler is not None and (gates := self._gates.get(task.env)) is not None:
+            judged = gates.judge(Outcome.of(task.index, result))
+            refused = judged.refuses
+            if judged.rests:
+                sampler.resting[task.index] = sampler.drawn + judged.rests
         if self.mix is not None:
-            queued = [verdict for verdict in result.verdicts if verdict.fate == "queued"]
+            queued = [v for v in result.verdicts if v.fate == "queued" and not refused]
             tokens = sum([sample.tokens for verdict in queued for sample in verdict.samples])
             self.mix.returned(task.env, len(queued), tokens)
+        return refused
 
     def draw(self, may: Callable[[EnvName], bool]) -> TaskRef | None:
         """`_draw`, told to the mix."""
@@ -160,6 +191,12 @@ class Curriculum:
             "draws": self._draws,
             "mix": None if self.mix is None else self.mix.snapshot(),
             "learnt": learnt,
+            "gates": {env: gates.snapshot() for env, gates in self._gates.items()},
+            "resting": {
+                env: [[task, until] for task, until in s.resting.items()]
+                for env, s in self.samplers.items()
+                if s.resting
+            },
             "envs": {
                 env: {"drawn": s.drawn, "fingerprint": s.source.fingerprint, "redraw": pending[env]}
                 for env, s in self.samplers.items()
@@ -194,4 +231,7 @@ class Curriculum:
                 learnt = state.get("learnt", {}).get(env)
                 if sampler.learning is not None and learnt is not None:
                     sampler.learning.restore(learnt)
+                sampler.resting = {task: until for task, until in state.get("resting", {}).get(env, ())}
+                if (gates := self._gates.get(env)) is not None:
+                    gates.restore(state.get("gates", {}).get(env, {}))
         return warnings

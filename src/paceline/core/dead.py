@@ -25,6 +25,7 @@ _ADVICE: Final = {
         "rewards or other tasks, or raise group_size or sampling.temperature"
     ),
     "filtered": "loosen that filter in [filters], or let it only flag, with enforce = false",
+    "gated": "loosen the gate that is named (env.gates), or give it other tasks",
     "overlong": "raise batch.seq_len (and what the engine takes), shorten the prompts, or lower sampling.max_tokens",
     "truncated": "raise the limit that is named, or let the environment score what is cut short (on_truncated)",
     "failed": "mend what the error names",

@@ -56,6 +56,7 @@ class Launcher:
             setup.seed,
             mix=setup.mix() if setup.mix_by != "draws" else None,
             learning={spec.name: spec.sampler() for spec in setup.train if spec.sampler is not None},
+            gates={spec.name: spec.gates() for spec in setup.train if spec.gates is not None},
         )
         self.pacing = Pacing(
             setup.lag, setup.target_rollouts, setup.target_tokens, tokens_guess=max(1, setup.seq_len // 2)

@@ -288,13 +288,18 @@ class Core:
             self.list.add(verdict, env)
         if tokens:
             raise InvariantError(f"group {result.group}: no verdict on {sorted(map(str, tokens))}")
-        self.curriculum.closed(group.task, result)
+        refused = self.curriculum.closed(group.task, result)
         self.pacing.taken -= group.places - listed
+        if refused and listed:
+            self.discard(
+                [verdict.rollout for verdict in result.verdicts if verdict.fate == "queued"], refused
+            )
+            result, listed = msgspec.structs.replace(result, dead="gated"), 0
         self._forget(result.group)
         if self._hears_endings is not None:
             self._hears_endings.group_processed(group, result)
         if self._draining is None:
-            if note := self.dead.add(result, env, event.error):
+            if note := self.dead.add(result, env, event.error or refused or None):
                 self._out.say(note)
         elif not listed and (group.closed_unlaunched or any(v.fate == "cancelled" for v in result.verdicts)):
             # The end cut it short: it says nothing about the task, which a resumed run draws again.

@@ -11,6 +11,7 @@ import msgspec
 
 from paceline.config import EnvSection, EvalSection, RunConfig
 from paceline.core.curriculum import Source
+from paceline.core.gates import GATES, Gate, Gates, build_gate
 from paceline.core.mix import Mix, MixBy, MixTarget
 from paceline.core.samplers import LEARNING, TaskSampler, build_sampler
 from paceline.core.streams import key
@@ -36,6 +37,8 @@ class TrainSpec(msgspec.Struct, frozen=True):
     ceiling: float | None = None
     sampler: Callable[[], TaskSampler] | None = None
     """Makes the sampler of its tasks, where that learns how they go."""
+    gates: Callable[[], Gates] | None = None
+    """Makes the gates of its groups, where it has any."""
 
     @property
     def name(self) -> EnvName:
@@ -94,13 +97,19 @@ def train_spec(
     fingerprint: str,
     seed: int = 0,
     samplers: Mapping[EnvName, type[TaskSampler]] = {},
+    gates: Mapping[str, type[Gate]] = {},
 ) -> TrainSpec:
-    """`size`: tasks of an epoch, None for an endless source. `samplers`: the users' own, by environment."""
+    """`size`: tasks of an epoch, None for an endless source. `samplers`: the users' own, by environment; `gates`: the
+    same, by import path."""
     sampler: Callable[[], TaskSampler] | None = None
     if (factory := samplers.get(section.label) or LEARNING.get(section.sampler)) is not None:
         mine = key(seed, "sampler", section.label)
         sampler = partial(build_sampler, section.sampler, factory, size, mine, section.sampler_args)
         sampler()  # what does not fit is said now
+    makes_gates: Callable[[], Gates] | None = None
+    if section.gates:
+        makes_gates = partial(_gates, section, size, key(seed, "gates", section.label), {**GATES, **gates})
+        makes_gates()
     source = Source(section.label, size, section.weight, section.sampler, section.epochs, fingerprint)
     return TrainSpec(
         source,
@@ -112,6 +121,13 @@ def train_spec(
         section.draw_floor,
         section.draw_ceiling,
         sampler,
+        makes_gates,
+    )
+
+
+def _gates(section: EnvSection, size: int | None, seed: int, known: Mapping[str, type[Gate]]) -> Gates:
+    return Gates(
+        {gate.label: build_gate(gate.label, known[gate.id], size, seed, gate.args) for gate in section.gates}
     )
 
 
@@ -122,9 +138,10 @@ def core_setup(
     *,
     whole_groups: Collection[tuple[str, EnvName]] = (),
     samplers: Mapping[EnvName, type[TaskSampler]] = {},
+    gates: Mapping[str, type[Gate]] = {},
 ) -> CoreSetup:
     """Reduce a config. `sizes` by (split, name): tasks of an epoch, None for endless. `whole_groups`: environments
-    whose groups run in one call. `samplers`: the users' own. ConfigError for what does not fit together."""
+    whose groups run in one call. `samplers`, `gates`: the users' own. ConfigError for what does not fit together."""
     if whole_groups and config.scheduling.type not in _KEEP_GROUPS_WHOLE:
         _, name = next(iter(whole_groups))
         raise ConfigError(
@@ -135,7 +152,9 @@ def core_setup(
         seed=config.run.seed,
         max_steps=config.run.max_steps,
         train=tuple(
-            train_spec(e, sizes["train", e.label], fingerprints.get(e.label, ""), config.run.seed, samplers)
+            train_spec(
+                e, sizes["train", e.label], fingerprints.get(e.label, ""), config.run.seed, samplers, gates
+            )
             for e in config.env
         ),
         evals=config.eval,

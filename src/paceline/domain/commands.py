@@ -203,7 +203,7 @@ class NoteStale(msgspec.Struct, frozen=True, gc=False, tag=True):
 
 
 class NoteDiscarded(msgspec.Struct, frozen=True, gc=False, tag=True):
-    """A rollout that waited for its batch was thrown away by the scheduling policy. Not answered."""
+    """A rollout that waited for its batch was thrown away by the scheduling policy, or refused by a gate. Not answered."""
 
     rollout: RolloutId
     tokens: int

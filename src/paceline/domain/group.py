@@ -31,7 +31,8 @@ Fate: TypeAlias = Literal[
 
 `truncated`: truncated and not trained, by policy or because nobody scored it. `overlong`: dropped (or, in
 tokens, cut) for being longer than the sequence length. `void`: its group was all-or-nothing and incomplete.
-`left_over`: still queued when the run ended. `discarded`: thrown away by the scheduling policy, finished or not.
+`left_over`: still queued when the run ended. `discarded`: thrown away by the scheduling policy, finished or not, or
+refused by a gate of its environment.
 `deferred`: put off by it, and sampled again from the beginning with the same noise.
 """
 

@@ -294,9 +294,7 @@ class WorkerPool:
                     self._heard(member, record)
         except EnvError as error:
             why = str(error)
-        except (
-            Exception
-        ) as error:  # whatever it is, nobody hears this worker any more: its rollouts must not wait
+        except Exception as error:  # nobody hears this worker any more: its rollouts must not wait for it
             why = f"reading what it says failed: {said_by(error)}"
             log.exception("worker %s is not heard any more", member.name)
         if why and not member.why:
