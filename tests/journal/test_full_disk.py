@@ -141,20 +141,23 @@ async def test_a_backlog_beyond_its_bound_is_told_and_that_it_was_written(
 ) -> None:
     told, go_on = Told(), Signal()
     flush = Output.flush
+    kept = FileJournal(tmp_path, "run", fsync_s=0.01, backlog_bytes=100_000, on_room=told)
+    one = rollout(1, ((1000, 1000),))  # 12 kB and a little
+    kept.append(0.0, RolloutEnded(one), ())
+    await kept.flush()
 
     def slow(self: Output) -> None:
         go_on.wait()
         flush(self)
 
     monkeypatch.setattr(Output, "flush", slow)
-    kept = FileJournal(tmp_path, "run", fsync_s=0.01, backlog_bytes=100_000, on_room=told)
-    one = rollout(1, ((1000, 1000),))  # 12 kB
-    for _ in range(8):
+    for _ in range(7):
         kept.append(0.0, RolloutEnded(one), ())
     assert not told.said
-    for _ in range(8):
+    for _ in range(7):
         kept.append(0.0, RolloutEnded(one), ())
     assert told.of("the backlog of the journal") == [True]
+    assert 160_000 < kept.backlog_bytes < 200_000
     go_on.set()
     await kept.flush()
     await kept.close()

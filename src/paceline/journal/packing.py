@@ -109,6 +109,10 @@ class Packer:
         self._msgpack = msgspec.msgpack.Encoder(enc_hook=_plain)
         self._scratch = _Scratch()
         self._numbers = _Scratch()
+        self.packed = 0
+        """Rollouts so far."""
+        self.packed_bytes = 0
+        """What they took before compression."""
 
     def records(self, records: Sequence[tuple[int, float, Event, Sequence[Command]]]) -> bytes:
         blocks = []
@@ -127,6 +131,8 @@ class Packer:
         logprobs = [_as_many(turn.logprobs, len(turn.sampled_ids)) for turn in turns]
         sizes = (len(meta), 4 * sum(map(len, ids)), 4 * sum(map(len, logprobs)))
         whole = self._scratch.bytes_of(sum(sizes))
+        self.packed += len(rollouts)
+        self.packed_bytes += sum(sizes)
         whole[: sizes[0]] = np.frombuffer(meta, np.uint8)
         self._put_planes(ids, np.int32, whole[sizes[0] : sizes[0] + sizes[1]])
         self._put_planes(logprobs, np.float32, whole[sizes[0] + sizes[1] :])

@@ -67,7 +67,10 @@ _RETRY_S = 1.0
 _JOURNAL, _BACKLOG = "the journal", "the backlog of the journal"
 
 _RECORD_BYTES = 300
-"""Roughly what a record without arrays takes in memory."""
+"""Roughly what a record takes in memory, without arrays and messages."""
+
+_ROLLOUT_BYTES = 1 << 16
+"""Of a rollout, until the first were written; then what they took."""
 
 Appended: TypeAlias = tuple[int, float, Event, Sequence[Command]]
 
@@ -122,9 +125,9 @@ class FileJournal:
         self._fsync_s = fsync_s
         self._on_error = on_error
         self._on_room = on_room or _untold
-        self._backlog_bytes = backlog_bytes
-        self._taken = self._done = 0
-        """Bytes that were appended, and those of them that are durable."""
+        self._most_behind = backlog_bytes
+        self._ended = self._kept = 0
+        """Rollouts that were appended, and those of them that are durable."""
         self._is_behind = self._is_full = False
         self._is_stored = False
         """Whether the store has the rollouts of `_held`, durable."""
@@ -152,6 +155,12 @@ class FileJournal:
         return len(self._queue) + len(self._held)
 
     @property
+    def backlog_bytes(self) -> int:
+        """What they take in memory, roughly: to weigh each would cost the event loop more than all else here."""
+        mean = self._packer.packed_bytes // (self._packer.packed or 1) or _ROLLOUT_BYTES
+        return (self._seq - self._durable) * _RECORD_BYTES + (self._ended - self._kept) * mean
+
+    @property
     def nbytes(self) -> int:
         """Bytes written by this process."""
         return self._log.written + self._store.written
@@ -168,10 +177,11 @@ class FileJournal:
         """Hand over one decision. Never blocks, never raises for a slow or failing disk."""
         self._queue.append((self._seq, at, event, tuple(commands)))
         self._seq += 1
-        self._taken += _weight(event)
-        if self._taken - self._done > self._backlog_bytes and not self._is_behind:
-            self._is_behind = True
-            self._on_room(_BACKLOG, self._behind())
+        if type(event) is RolloutEnded:  # the rest is small, and every rollout ends
+            self._ended += 1
+            if not self._is_behind and self.backlog_bytes > self._most_behind:
+                self._is_behind = True
+                self._on_room(_BACKLOG, self._behind())
         if not self._fsync_s:
             self._wake.set()
 
@@ -241,7 +251,7 @@ class FileJournal:
                 return
             self._error = None
             self._durable = self._held[-1][0] + 1
-            self._done += sum([_weight(event) for _, _, event, _ in self._held])
+            self._kept += sum([type(event) is RolloutEnded for _, _, event, _ in self._held])
             durable, self._held, self._is_stored = self._held, [], False
             self._tell_room()
             self._answer(None)
@@ -283,11 +293,11 @@ class FileJournal:
             self._is_full = False
             self._on_room(_JOURNAL, "")
         if self._is_behind:
-            self._is_behind = self._taken - self._done > self._backlog_bytes // 2
+            self._is_behind = self.backlog_bytes > self._most_behind // 2
             self._on_room(_BACKLOG, self._behind() if self._is_behind else "")
 
     def _behind(self) -> str:
-        return f"{(self._taken - self._done) / 1e6:.0f} MB wait for a slow disk"
+        return f"{self.backlog_bytes / 1e6:.0f} MB wait for a slow disk"
 
     def _drop_old(self, records: list[Appended]) -> None:
         if (retention := self._retention) is None:
@@ -319,15 +329,6 @@ def _resolve(done: asyncio.Future[None], error: OSError | None) -> None:
 
 def _untold(_what: str, _why: str) -> None:
     """Nobody asked to be told of room."""
-
-
-def _weight(event: Event) -> int:
-    """Bytes that a record holds in memory, roughly: ids and logprobs of four bytes each, and characters."""
-    if type(event) is not RolloutEnded:
-        return _RECORD_BYTES
-    rollout = event.rollout
-    said = sum([len(message.content) for message in rollout.messages])
-    return _RECORD_BYTES + 4 * rollout.prompt_tokens + 8 * rollout.sampled_tokens + said
 
 
 def _blocks(records: list[Appended]) -> Iterator[tuple[int, int, list[Rollout]]]:
