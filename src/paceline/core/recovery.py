@@ -258,7 +258,8 @@ class Recovery:
             account.move("grouped", "failed", group.tokens.pop(command.rollout))
 
     def _process(self, command: do.ProcessGroup) -> None:
-        group = self._groups.pop(command.group.id)
+        if (group := self._groups.pop(command.group.id, None)) is None:
+            return  # it waited for permits for all its members, and was given up before one of them had started
         group.references, group.fallback = command.group.references, command.group.fallback
         for rollout in group.retries:  # given up: its last attempt settles the member, as failed as it was
             group.arrived.append(rollout)

@@ -114,6 +114,11 @@ class Storm:
             if world.trace.finish is not None:  # it was stopped: go on
                 world = self._kill(world, whole=True)
             world.run(events=_LAST_EVENTS)
+            if world.trace.finish is None and self.controller != "fixed":
+                # A run reads its engines' metrics all the time, and windows of what may start end with a reading.
+                for engine in world.core.fleet.engines():
+                    world.post(on.LoadReported(engine.id, EngineLoad(0, 0, 0.1, self.faults)))
+                world.run(world.now + 1e9, _LAST_EVENTS)
             if world.trace.finish is None:
                 raise InvariantError(f"it stands still at {world.now:.1f} s, in flight: {len(world.running)}")
         self._keep(world, len(world.trace.journal))
