@@ -10,7 +10,7 @@ TORCH ?= torch==2.13.0
 JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: chaos chaos-real help setup demo demo-tools test test-fast vllm-env vllm-server test-vllm check format bench reproduce docs clean
+.PHONY: chaos chaos-real help setup demo demo-tools test test-fast vllm-env vllm-server test-vllm adapters-env test-adapters check format bench reproduce docs clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,12 @@ vllm-server: vllm-env  ## serve the small policy with that vLLM at port 8000, fo
 
 test-vllm: setup vllm-env  ## the tests against that vLLM, in one process: it starts a server once
 	PACELINE_VLLM=$(CURDIR)/$(VENV)-vllm/bin/python $(BIN)/pytest -m vllm $(ARGS)
+
+adapters-env:  ## a virtual environment for each package that an adapter stands on (about 1.5 GB): ENVS="verifiers" for one
+	@PYTHON="$(PYTHON)" tools/adapters_env.sh $(VENV)-adapters $(ENVS)
+
+test-adapters: setup  ## the tests of adapters, against those that are there
+	PACELINE_ADAPTERS=$(CURDIR)/$(VENV)-adapters $(BIN)/pytest -m adapter $(ARGS)
 
 check: setup  ## format, lint, types
 	$(BIN)/ruff format --check src tests bench tools

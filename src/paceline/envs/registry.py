@@ -22,6 +22,7 @@ BUILT_IN: Final[Mapping[str, str]] = {
     "reasoning-gym": "paceline.envs.adapters.reasoning_gym:ReasoningGym",
     "textarena": "paceline.envs.adapters.text_arena:TextArena",
     "textarena-selfplay": "paceline.envs.adapters.text_arena:TextArenaSelfPlay",
+    "verifiers": "paceline.envs.adapters.verifiers_v1:Verifiers",
     "openenv": "paceline.envs.adapters.openenv:OpenEnv",
 }
 """Environments that come with Paceline, by the name a config gives."""

@@ -7,8 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from paceline.config import RunConfig
 
 
 def interpreter(name: str, package: str) -> str:
@@ -26,6 +29,22 @@ def interpreter(name: str, package: str) -> str:
     ):
         return str(python)
     pytest.skip(
-        f"needs {package}: python -m venv DIR/{name}; DIR/{name}/bin/pip install msgspec numpy pydantic {package}; "
-        f"PACELINE_ADAPTERS=DIR"
+        f"needs {package} in an environment of its own: make adapters-env ENVS={name}; make test-adapters. "
+        f"The adapter of {name} is NOT covered"
+    )
+
+
+def three_steps(folder: Path, section: dict[str, Any], max_tokens: int = 4) -> RunConfig:
+    """A run of the small policy, on the embedded engine, that trains three steps on one environment."""
+    return RunConfig.model_validate(
+        {
+            "run": {"name": "t", "dir": str(folder), "max_steps": 3},
+            "model": {"name": "pkg:paceline/assets/small_policy"},
+            "sampling": {"max_tokens": max_tokens},
+            "env": [section],
+            "filters": {"zero_advantage": False},
+            "engine": {"type": "embedded", "kv_tokens": 16384, "max_num_seqs": 16},
+            "admission": {"type": "fixed", "cap": 16},
+            "batch": {"rollouts": 8, "seq_len": 512, "micro_batch_tokens": 2048},
+        }
     )

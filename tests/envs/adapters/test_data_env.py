@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adapter_kit import three_steps
 
 from paceline.envs import make_environment
 from paceline.envs.adapters.data import contains, last_number
@@ -103,3 +104,16 @@ def test_built_in_scorers() -> None:
     assert last_number("so 1,234.", "#### 1234", {}) == 1.0
     assert last_number("none", "4", {}) == 0.0
     assert contains("it is Rome", "Rome", {}) == 1.0
+
+
+@pytest.mark.torch
+@pytest.mark.demo
+def test_three_steps_are_trained_on_questions_from_a_file(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from paceline import run
+
+    rows = [{"question": f"Compute: {a}+{b}", "answer": str(a + b)} for a in range(1, 9) for b in range(1, 9)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    args = {"path": str(tmp_path / "sums.jsonl"), "prompt": "question", "scorer": "last_number"}
+    summary = run(three_steps(tmp_path, {"id": "data", "args": args, "group_size": 4}))
+    assert (summary["status"], summary["steps"]) == ("done", 3), summary

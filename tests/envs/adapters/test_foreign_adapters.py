@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapter_kit import interpreter
+from adapter_kit import interpreter, three_steps
 from worker_kit import Engine, inside
 
 from paceline.errors import ConfigError
@@ -101,28 +101,14 @@ async def test_textarena_against_a_service_and_against_itself(tmp_path: Path) ->
 )
 def test_three_steps_are_trained_on_it(tmp_path: Path, env: str, args: dict[str, Any]) -> None:
     from paceline import run
-    from paceline.config import RunConfig
 
     python = interpreter("reasoning-gym", "reasoning_gym" if env == "reasoning-gym" else "textarena")
-    config = RunConfig.model_validate(
-        {
-            "run": {"name": "t", "dir": str(tmp_path), "max_steps": 3},
-            "model": {"name": "pkg:paceline/assets/small_policy"},
-            "sampling": {"max_tokens": 4},
-            "env": [
-                {
-                    "id": env,
-                    "args": args,
-                    "group_size": 4,
-                    "limits": {"max_turns": 3, "max_context": 500},
-                    "workers": {"type": "process", "python": python},
-                }
-            ],
-            "filters": {"zero_advantage": False},
-            "engine": {"type": "embedded", "kv_tokens": 16384, "max_num_seqs": 16},
-            "admission": {"type": "fixed", "cap": 16},
-            "batch": {"rollouts": 8, "seq_len": 512, "micro_batch_tokens": 2048},
-        }
-    )
-    summary = run(config)
+    section = {
+        "id": env,
+        "args": args,
+        "group_size": 4,
+        "limits": {"max_turns": 3, "max_context": 500},
+        "workers": {"type": "process", "python": python},
+    }
+    summary = run(three_steps(tmp_path, section))
     assert (summary["status"], summary["steps"]) == ("done", 3), summary

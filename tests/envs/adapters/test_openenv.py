@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from adapter_kit import interpreter
+from adapter_kit import interpreter, three_steps
 
 from paceline.config import EnvSection, Limits
 from paceline.envs import make_environment
@@ -76,3 +76,17 @@ async def test_a_server_that_is_not_there_is_tried_again() -> None:
         assert (rollout.outcome.ending, rollout.outcome.cause) == ("failed", "infrastructure")
     finally:
         await env.close()
+
+
+@pytest.mark.torch
+@pytest.mark.demo
+@pytest.mark.parametrize("workers", ["inline", "process"])
+def test_three_steps_are_trained_on_a_server(server: int, tmp_path: Path, workers: str) -> None:
+    pytest.importorskip("torch")
+    from paceline import run
+
+    args = {"url": f"ws://127.0.0.1:{server}/ws", "observation": "hint"}
+    section = {"id": "openenv", "args": args, "group_size": 4, "workers": {"type": workers}}
+    limits = {"max_turns": 4, "max_context": 500}
+    summary = run(three_steps(tmp_path, section | {"limits": limits}))
+    assert (summary["status"], summary["steps"]) == ("done", 3), summary
