@@ -90,7 +90,6 @@ class PartStore:
         self._fsync_s = fsync_s
         self._queue: deque[Part | RolloutId] = deque()
         self._over: deque[tuple[float, RolloutId]] = deque()
-        self._packer = zstandard.ZstdCompressor(level=LEVEL)
         self._wake = Signal()
         self._closing = self._is_off = self._is_refused = False
         self.written = 0
@@ -149,9 +148,8 @@ class PartStore:
         if not parts:
             return
         try:
-            for block in _blocks(parts):
-                payload = self._packer.compress(msgspec.msgpack.encode([_line(part) for part in block]))
-                self._output.write(PARTS, self.written, self.written + len(block) - 1, payload)
+            for block in blocks(parts):
+                self._output.write(PARTS, self.written, self.written + len(block) - 1, packed(block))
                 self.written += len(block)
                 self._files.setdefault(self._numbers()[-1], set()).update(part.rollout for part in block)
             self._output.flush()
@@ -214,7 +212,14 @@ def _lines_in(root: Path, number: int) -> Iterator[_Line]:
 _decoder = msgspec.msgpack.Decoder(list[_Line])
 
 
-def _blocks(parts: Sequence[Part]) -> Iterator[list[Part]]:
+def packed(block: Sequence[Part]) -> bytes:
+    """The payload of a frame."""
+    lines = msgspec.msgpack.encode([_line(part) for part in block])
+    return zstandard.ZstdCompressor(level=LEVEL).compress(lines)
+
+
+def blocks(parts: Sequence[Part]) -> Iterator[list[Part]]:
+    """As many as one frame takes."""
     block: list[Part] = []
     tokens = 0
     for part in parts:
