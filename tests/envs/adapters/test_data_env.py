@@ -108,6 +108,7 @@ def test_built_in_scorers() -> None:
 
 @pytest.mark.torch
 @pytest.mark.demo
+@pytest.mark.timeout(900)
 def test_three_steps_are_trained_on_questions_from_a_file(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     from paceline import run

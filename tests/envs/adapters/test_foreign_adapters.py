@@ -92,6 +92,7 @@ async def test_textarena_against_a_service_and_against_itself(tmp_path: Path) ->
 
 @pytest.mark.torch
 @pytest.mark.demo
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("env", "args"),
     [

@@ -80,6 +80,7 @@ async def test_a_server_that_is_not_there_is_tried_again() -> None:
 
 @pytest.mark.torch
 @pytest.mark.demo
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("workers", ["inline", "process"])
 def test_three_steps_are_trained_on_a_server(server: int, tmp_path: Path, workers: str) -> None:
     pytest.importorskip("torch")
