@@ -104,7 +104,9 @@ def test_everything_but_the_trainer_and_the_embedded_engine_works_without_torch(
         parts = path.relative_to(ROOT).with_suffix("").parts
         heavy = "trainer" in parts or "embedded" in parts or parts in (("paceline", "cli", "engine"),)
         heavy = heavy or parts[-1] == "__main__"
-        heavy = heavy or parts[-1] == "verifiers_parts"  # imported inside another package alone, where that is
+        heavy = (
+            heavy or parts[-1] == "verifiers_parts"
+        )  # imported inside another package alone, where that is
         if not heavy:
             modules.append(".".join(part for part in parts if part != "__init__"))
     code = f"""

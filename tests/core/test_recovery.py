@@ -62,6 +62,9 @@ def normal(state: dict[str, Any]) -> dict[str, Any]:
     # What a mix and a sampler have learnt is that of the newest checkpoint, like what admission has.
     for name in ("mix", "learnt", "gates", "resting"):
         curriculum.pop(name, None)
+    # So is what tasks have cost before they were too much.
+    held = curriculum.pop("quarantine", {}).get("held", {})
+    curriculum["held"] = {env: indices for env, indices in held.items() if indices}
     curriculum["envs"] = {
         env: (saved["drawn"], saved["redraw"])
         for env, saved in curriculum["envs"].items()

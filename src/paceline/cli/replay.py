@@ -127,7 +127,9 @@ async def core_maker(config: RunConfig) -> Callable[[], Core]:
     samplers = own_samplers(config)
 
     def make() -> Core:
-        setup = core_setup(config, sizes, fingerprints, whole_groups=whole, samplers=samplers, gates=own_gates(config))
+        setup = core_setup(
+            config, sizes, fingerprints, whole_groups=whole, samplers=samplers, gates=own_gates(config)
+        )
         return Core(setup, admission_of(config, scores_groups), scheduling_of(config))
 
     return make

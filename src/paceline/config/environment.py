@@ -89,6 +89,9 @@ class EnvSection(Section):
     """Most rollouts started a minute: what a sandbox provider can bear. Never delays collection."""
     max_attempts: int = Field(default=2, ge=1)
     """Attempts at one member; a further one only after an `infrastructure` or `engine` failure."""
+    quarantine_after: int | None = Field(default=2, ge=1)
+    """Groups of one task, in a row, that must fail whole before the task is not drawn any more, while the environment
+    works for others; none always draws it. For finite sources that are walked for ever (`epochs` none)."""
     workers: WorkersSection = InlineWorkers()
     """Where its code runs: `inline`, `process` or `ray`."""
     max_concurrent: int | None = Field(default=None, ge=1)

@@ -17,14 +17,18 @@ from numpy.typing import NDArray
 
 from paceline.core.gates import Gates, Outcome
 from paceline.core.mix import Mix
+from paceline.core.quarantine import Quarantine
 from paceline.core.samplers.base import TaskSampler
 from paceline.core.streams import key, permutation, uniform
+from paceline.domain.commands import NoteQuarantine
 from paceline.domain.group import GroupResult
 from paceline.domain.ids import EnvName
 from paceline.domain.task import TaskRef
 
-_MOST_PASSED: Final = 64
+_MOST_RESTING: Final = 64
 """Tasks at rest in a row that a draw passes over: the next is drawn all the same, since a source must not run dry."""
+_MOST_HELD: Final = 4096
+"""Tasks in quarantine in a row. A sampler that learns may come back to one again and again: then it is drawn."""
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -70,23 +74,18 @@ class Sampler:
 
     def draw(self) -> TaskRef:
         """The next task. Call only while not `exhausted`."""
-        if self.redraw:
-            return self.redraw.popleft()
-        task = self._next()
-        for _ in range(_MOST_PASSED):
-            if not self._rests(task.index) or self.exhausted:
-                break
-            task = self._next()
-        return task
+        return self.redraw.popleft() if self.redraw else self.draw_fresh()
 
-    def _rests(self, index: int) -> bool:
+    def rests(self, index: int) -> bool:
+        """Whether a gate lets a task rest."""
         until = self.resting.get(index)
         if until is not None and until < self.drawn:
             del self.resting[index]
             return False
         return until is not None
 
-    def _next(self) -> TaskRef:
+    def draw_fresh(self) -> TaskRef:
+        """The next task that was not drawn before."""
         source, n = self.source, self.drawn
         self.drawn += 1
         if source.size is None:
@@ -105,7 +104,7 @@ class Sampler:
 class Curriculum:
     """Draws groups over all training environments."""
 
-    __slots__ = ("_draws", "_gates", "_key", "mix", "samplers")
+    __slots__ = ("_draws", "_gates", "_key", "mix", "quarantine", "samplers", "skipped")
 
     def __init__(
         self,
@@ -115,11 +114,16 @@ class Curriculum:
         mix: Mix | None = None,
         learning: Mapping[EnvName, TaskSampler] = {},
         gates: Mapping[EnvName, Gates] = {},
+        quarantine: Quarantine | None = None,
     ) -> None:
-        """`mix` says the shares of draws; without it they are the weights. `learning`: samplers that learn."""
+        """`mix` says the shares of draws; without it they are the weights. `learning`: samplers that learn.
+        `quarantine`: tasks that nothing can be made of."""
         self._gates = gates
         self.samplers = {source.env: Sampler(source, seed, learning.get(source.env)) for source in sources}
         self.mix = mix
+        self.quarantine = quarantine or Quarantine({})
+        self.skipped: list[TaskRef] = []
+        """What the last draw passed over."""
         self._key = key(seed, "mix")
         self._draws = 0
 
@@ -145,12 +149,31 @@ class Curriculum:
             self.mix.returned(task.env, len(queued), tokens)
         return refused
 
+    def quarantined(self, task: TaskRef, result: GroupResult) -> NoteQuarantine | None:
+        """What to tell when a group that was processed is one too many that failed: its task is not drawn any more."""
+        note = self.quarantine.closed(task, result)
+        sampler = self.samplers.get(task.env)
+        if note is not None and sampler is not None:
+            sampler.redraw = deque(each for each in sampler.redraw if each.index != task.index)
+        return note
+
     def draw(self, may: Callable[[EnvName], bool]) -> TaskRef | None:
-        """`_draw`, told to the mix."""
+        """`_draw`, past what rests or is in quarantine (`skipped`), told to the mix."""
+        self.skipped = []
         task = self._draw(may)
+        while task is not None and self._passes_over(task):
+            self.skipped.append(task)
+            task = self.samplers[task.env].draw_fresh()
         if task is not None and self.mix is not None:
             self.mix.drawn(task.env)
         return task
+
+    def _passes_over(self, task: TaskRef) -> bool:
+        passed = len(self.skipped)
+        if self.quarantine.holds(task):
+            return passed < _MOST_HELD
+        sampler = self.samplers[task.env]
+        return passed < _MOST_RESTING and not sampler.exhausted and sampler.rests(task.index)
 
     def _draw(self, may: Callable[[EnvName], bool]) -> TaskRef | None:
         """The next task of an environment that `may` start a group now; None when there is none.
@@ -197,6 +220,7 @@ class Curriculum:
                 for env, s in self.samplers.items()
                 if s.resting
             },
+            "quarantine": self.quarantine.snapshot(),
             "envs": {
                 env: {"drawn": s.drawn, "fingerprint": s.source.fingerprint, "redraw": pending[env]}
                 for env, s in self.samplers.items()
@@ -228,6 +252,8 @@ class Curriculum:
                 sampler.drawn = saved["drawn"]
                 sampler.redraw.extend(TaskRef(env, "train", i, e) for i, e in saved["redraw"])
                 sampler.redraw.extend(task for task in unfinished if task.env == env)
+                if (quarantine := state.get("quarantine")) is not None:
+                    self.quarantine.restore(quarantine, env)
                 learnt = state.get("learnt", {}).get(env)
                 if sampler.learning is not None and learnt is not None:
                     sampler.learning.restore(learnt)

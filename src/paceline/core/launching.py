@@ -17,6 +17,7 @@ from paceline.core.flights import Flight, Flights
 from paceline.core.groups import GroupLedger, OpenGroup
 from paceline.core.outbox import Outbox
 from paceline.core.pacing import Pacing
+from paceline.core.quarantine import Quarantine
 from paceline.core.rates import StartRate
 from paceline.core.scheduling.base import Scheduling
 from paceline.core.setup import CoreSetup
@@ -57,6 +58,7 @@ class Launcher:
             mix=setup.mix() if setup.mix_by != "draws" else None,
             learning={spec.name: spec.sampler() for spec in setup.train if spec.sampler is not None},
             gates={spec.name: spec.gates() for spec in setup.train if spec.gates is not None},
+            quarantine=Quarantine({s.name: s.patience for s in setup.train if s.patience is not None}),
         )
         self.pacing = Pacing(
             setup.lag, setup.target_rollouts, setup.target_tokens, tokens_guess=max(1, setup.seq_len // 2)
@@ -275,6 +277,8 @@ class Launcher:
         if not (idle or policy.may_draw()):
             return None
         task = self.curriculum.draw(self._rate_allows)
+        for passed in self.curriculum.skipped:
+            self._out.say(do.SkipTask(passed))
         return None if task is None else self._open(task, cut)
 
     def _oldest_owing(self) -> OpenGroup | None:

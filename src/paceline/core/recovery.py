@@ -23,6 +23,7 @@ from paceline.core.groups import GroupState
 from paceline.core.pacing import Pacing
 from paceline.core.parts import UnderWay
 from paceline.core.plain import from_plain, to_plain
+from paceline.core.quarantine import Quarantine
 from paceline.core.rebuild import Extras, rebuild
 from paceline.domain import commands as do
 from paceline.domain import events as on
@@ -101,6 +102,10 @@ class Recovery:
             env: {**saved, "redraw": [tuple(task) for task in saved["redraw"]]}
             for env, saved in state["curriculum"]["envs"].items()
         }
+        self._quarantine = Quarantine({})
+        if (quarantine := self._curriculum.get("quarantine")) is not None:
+            for env in {*self._envs, *quarantine["held"], *quarantine["worked"]}:
+                self._quarantine.restore(quarantine, env)
         self._groups = {g["id"]: _Group.restore(g, _same) for g in state["groups"]}
         self._processing = {g["id"]: _Group.restore(g, _same) for g in state["processing"]}
         self._flights: dict[RolloutId, UnderWay] = {}
@@ -141,6 +146,8 @@ class Recovery:
             do.PutOff: self._put_off,
             do.SplitGroup: self._split,
             do.ReportEval: self._evaluated,
+            do.SkipTask: self._skipped,
+            do.NoteQuarantine: self._quarantined,
         }
 
     # ── taking in records ──
@@ -201,14 +208,30 @@ class Recovery:
             group.arrived.remove(before)
             self._account_of(task).move("grouped", "failed", group.tokens.pop(before))
 
+    def _drawn_of(self, env: EnvName) -> dict[str, Any]:
+        return self._envs.setdefault(env, {"drawn": 0, "fingerprint": None, "redraw": []})
+
     def _draw(self, task: TaskRef) -> None:
-        saved = self._envs.setdefault(task.env, {"drawn": 0, "fingerprint": None, "redraw": []})
+        saved = self._drawn_of(task.env)
         drawn = (task.index, task.epoch)
         if drawn in saved["redraw"]:
             saved["redraw"].remove(drawn)
         else:
             saved["drawn"] += 1
             self._draws += 1
+
+    def _skipped(self, command: do.SkipTask) -> None:
+        saved = self._drawn_of(command.task.env)
+        drawn = (command.task.index, command.task.epoch)
+        if drawn in saved["redraw"]:
+            saved["redraw"].remove(drawn)
+        else:
+            saved["drawn"] += 1
+
+    def _quarantined(self, command: do.NoteQuarantine) -> None:
+        self._quarantine.hold(command.env, command.index)
+        saved = self._drawn_of(command.env)
+        saved["redraw"] = [task for task in saved["redraw"] if task[0] != command.index]
 
     def _segment_ended(self, event: on.SegmentEnded) -> None:
         if (flight := self._flights.get(event.rollout)) is None or not event.versions:
@@ -408,7 +431,12 @@ class Recovery:
             "seq": self.seq,
             "cut": self.cut,
             "next_group": self._next_group,
-            "curriculum": {**self._curriculum, "draws": self._draws, "envs": self._envs},
+            "curriculum": {
+                **self._curriculum,
+                "draws": self._draws,
+                "envs": self._envs,
+                "quarantine": self._quarantine.snapshot(),
+            },
             "groups": [group.plain(_same) for group in self._groups.values()],
             "processing": [group.plain(_same) for group in self._processing.values()],
             "flights": [flight.plain() for flight in self._flights.values()],

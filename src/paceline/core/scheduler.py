@@ -289,6 +289,8 @@ class Core:
         if tokens:
             raise InvariantError(f"group {result.group}: no verdict on {sorted(map(str, tokens))}")
         refused = self.curriculum.closed(group.task, result)
+        if (held := self.curriculum.quarantined(group.task, result)) is not None:
+            self._out.say(held)
         self.pacing.taken -= group.places - listed
         if refused and listed:
             self.discard(

@@ -13,6 +13,7 @@ from paceline.config import EnvSection, EvalSection, RunConfig
 from paceline.core.curriculum import Source
 from paceline.core.gates import GATES, Gate, Gates, build_gate
 from paceline.core.mix import Mix, MixBy, MixTarget
+from paceline.core.quarantine import Patience
 from paceline.core.samplers import LEARNING, TaskSampler, build_sampler
 from paceline.core.streams import key
 from paceline.domain.ids import EnvName
@@ -39,6 +40,8 @@ class TrainSpec(msgspec.Struct, frozen=True):
     """Makes the sampler of its tasks, where that learns how they go."""
     gates: Callable[[], Gates] | None = None
     """Makes the gates of its groups, where it has any."""
+    patience: Patience | None = None
+    """With tasks that fail; None draws each as often as the source says."""
 
     @property
     def name(self) -> EnvName:
@@ -111,6 +114,9 @@ def train_spec(
         makes_gates = partial(_gates, section, size, key(seed, "gates", section.label), {**GATES, **gates})
         makes_gates()
     source = Source(section.label, size, section.weight, section.sampler, section.epochs, fingerprint)
+    patience = None
+    if size is not None and section.epochs is None and section.quarantine_after is not None:
+        patience = Patience(section.quarantine_after, size)
     return TrainSpec(
         source,
         section.group_size,
@@ -122,6 +128,7 @@ def train_spec(
         section.draw_ceiling,
         sampler,
         makes_gates,
+        patience,
     )
 
 

@@ -118,6 +118,20 @@ class NoteOutage(msgspec.Struct, frozen=True, gc=False, tag=True):
     reason: str
 
 
+class NoteQuarantine(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """A task is not drawn any more. Nothing to perform, and not answered."""
+
+    env: EnvName
+    index: int
+    reason: str
+
+
+class SkipTask(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """A task came next, and was passed over: it rests, or is in quarantine. Nothing to perform, and not answered."""
+
+    task: TaskRef
+
+
 class ProcessGroup(msgspec.Struct, frozen=True, gc=False, tag=True):
     """Turn a closed group into samples with advantages, off the loop. Answered by `GroupProcessed`."""
 
@@ -291,6 +305,8 @@ Command: TypeAlias = (
     | NoteCap
     | NoteDead
     | NoteOutage
+    | NoteQuarantine
+    | SkipTask
     | ProcessGroup
     | UpdateWeights
     | ReviveEngine

@@ -35,6 +35,9 @@ class Subject:
     def has_step(self, step: int) -> bool:
         return step == self._step
 
+    def is_task(self, env: str, index: int) -> bool:
+        return self._task == (env, index)
+
     def learn(self, command: do.StartRollout) -> None:
         """A task has groups, which show when they start."""
         if self._task == (command.task.env, command.task.index):
@@ -109,6 +112,10 @@ def _of_command(command: Command, subject: Subject) -> Iterator[str]:
             yield f"{command.rollout} might go on: {command.reason}"
         case do.NoteRetry() if subject.has(command.rollout):
             yield f"{command.rollout} is tried again: {command.reason}"
+        case do.NoteQuarantine() if subject.is_task(command.env, command.index):
+            yield command.reason
+        case do.SkipTask(task=task) if subject.is_task(task.env, task.index):
+            yield f"{task.env} task {task.index} came next in epoch {task.epoch}, and was passed over"
         case do.NoteStale() if subject.has(command.rollout):
             yield f"{command.rollout} grew stale and was {command.action}: {command.reason}"
         case do.NoteDiscarded() if subject.has(command.rollout):

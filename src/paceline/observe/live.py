@@ -21,7 +21,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from paceline.domain.commands import Command, FinishRun, NoteDead, NoteOutage, ShipBatch
+from paceline.domain.commands import Command, FinishRun, NoteDead, NoteOutage, NoteQuarantine, ShipBatch
 from paceline.domain.events import (
     CheckpointSaved,
     EngineJoined,
@@ -117,6 +117,8 @@ class PlainView:
             elif type(command) is NoteOutage:
                 told = f"warning: {command.reason}" if command.out else command.reason
                 self._line(self._time.at(at), told, whole=True)
+            elif type(command) is NoteQuarantine:
+                self._line(self._time.at(at), f"warning: {command.reason}", whole=True)
             elif type(command) is FinishRun:
                 self._line(self._time.at(at), f"{command.status}: {command.reason}")
 
@@ -210,6 +212,8 @@ class LiveView:
                 self._outages.pop(command.env, None)
                 if command.out:
                     self._outages[command.env] = command.reason
+            elif type(command) is NoteQuarantine:
+                self._event(at, command.reason)
         ends = bool(commands) and type(commands[-1]) is FinishRun
         if ends:
             self._time.stop()

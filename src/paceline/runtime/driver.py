@@ -155,6 +155,8 @@ class Driver:
             do.NoteCap: _seen_by_folds,
             do.NoteDead: _seen_by_folds,
             do.NoteOutage: _seen_by_folds,
+            do.NoteQuarantine: _seen_by_folds,
+            do.SkipTask: _seen_by_folds,
             do.ProcessGroup: self._process_group,
             do.UpdateWeights: self._update_weights,
             do.ReviveEngine: self._revive_engine,

@@ -582,6 +582,12 @@ class World:
     def _do_NoteOutage(self, command: do.NoteOutage) -> None:
         pass
 
+    def _do_NoteQuarantine(self, command: do.NoteQuarantine) -> None:
+        pass
+
+    def _do_SkipTask(self, command: do.SkipTask) -> None:
+        pass
+
     def _do_NoteDead(self, command: do.NoteDead) -> None:
         pass
 
