@@ -165,6 +165,21 @@ def test_a_rollout_goes_on_from_its_tokens_before_anything_new_starts() -> None:
     assert not trace.commands(do.NoteRetry)
 
 
+def test_a_rollout_waits_for_the_weights_that_it_began_with_where_the_trainer_makes_them_again() -> None:
+    setup = msgspec.structs.replace(setup_for(batch=4, lag=0, max_staleness=0, max_steps=3), segment_tokens=2)
+    first = World(setup, SLOW, cap=4, watch=Invariants())
+    first.run(until=14.0)
+    assert first.core.fleet.held == 1
+    world, _ = next_life(first, setup, SLOW, cap=4, trained=0)
+    trace = world.run()
+    (loaded,) = [at for at, event in trace.events(on.WeightsLoaded) if event.version == 1]
+    assert loaded == 15.0
+    assert [at for at, _ in trace.timed(do.ContinueRollout)] == [loaded] * 4
+    assert trace.finish is not None
+    assert trace.finish.status == "done"
+    assert not [r for r in trace.ended if r.outcome.cause == "stale"]
+
+
 def test_tokens_that_are_lost_are_accounted_as_failed_and_the_rest_trains() -> None:
     first, setup = cut_off()
     script = Script(plan=SLOW.plan, leaves=lambda rollout, now: 0 if rollout == RolloutId(0, 1) else None)

@@ -51,8 +51,8 @@ class Continuing:
         self._left[flight.id] = oldest
 
     def opened(self, rollouts: tuple[RolloutId, ...]) -> None:
-        """These go on."""
-        for rollout in rollouts:
+        """These go on; first whose tokens are oldest, and have least time left to train."""
+        for rollout in sorted(rollouts, key=lambda rollout: self._left.get(rollout) or 0):
             if rollout not in self._left or not self._groups.has(rollout):
                 raise InvariantError(
                     f"{rollout} is to go on, but nothing of it was under way, or its group is not open"
@@ -63,9 +63,11 @@ class Continuing:
         self._left.clear()
 
     def fill(self) -> None:
-        """Let go on what there are permits for, oldest first."""
+        """Let go on what there are permits for."""
         while self._waiting and self._policy.may_start() and self._fleet.free() > 0:
             flight = next(iter(self._waiting.values()))
+            if flight.oldest is not None and flight.oldest > self._fleet.held:
+                return  # its trainer went back, and makes these weights again: older ones would only make it staler
             engine = self._fleet.place(self._groups.of(flight.id).engine)
             if engine is None:
                 return
