@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
-from vllm_kit import POLICY, VLLM, free_port
+from vllm_kit import POLICY, PROMPT, VLLM, Reference, Server, assert_same, free_port, request, versions_of
 
 from paceline.engines.http import Limits, connect_router
 from paceline.ports import GenerateRequest, SamplingParams
@@ -39,18 +41,44 @@ async def serve(log: Path) -> ChildProcess:
     return await ChildProcess.start(command, name=log.stem, log_path=log, start_s=120.0)
 
 
+@contextmanager
+def router_over(urls: list[str], log: Path) -> Iterator[str]:
+    """The address of a vllm-router in front of servers."""
+    address = f"http://127.0.0.1:{(port := free_port())}"
+    argv = [str(ROUTER), "--worker-urls", *urls, "--policy", "consistent_hash", "--host", "127.0.0.1"]
+    with log.open("wb") as out:
+        router = subprocess.Popen([*argv, "--port", str(port)], stdout=out, stderr=subprocess.STDOUT)
+    try:
+        yield address
+    finally:
+        router.kill()
+        router.wait()
+
+
+async def test_a_real_vllm_behind_it_is_driven_as_without_it(
+    server: Server, weights: list[Path], references: list[Reference], tmp_path: Path
+) -> None:
+    with router_over([server.url], tmp_path / "router.log") as address:
+        engine = await connect_router(
+            address, [server.url], id="vllm-0", served_name="policy", limits=LIMITS, start_s=60.0
+        )
+        try:
+            for version in (1, 2):
+                await engine.update_weights(version, str(weights[version]))
+                reply = await engine.generate(request(8, salt=f"routed{version}"))
+                assert versions_of(reply) == [version]
+                assert_same(reply.logprobs, references[version].logprobs(PROMPT, reply.token_ids))
+            assert (await engine.load()).generated_tokens >= 16
+        finally:
+            await engine.close()
+
+
 async def test_a_session_stays_on_its_server_and_weights_reach_every_one(tmp_path: Path) -> None:
     async with await serve(tmp_path / "a.log") as a, await serve(tmp_path / "b.log") as b:
         urls = [a.ready["url"], b.ready["url"]]
-        port = free_port()
-        argv = [str(ROUTER), "--worker-urls", *urls, "--policy", "consistent_hash", "--host", "127.0.0.1"]
-        with (tmp_path / "router.log").open("wb") as log:
-            router = subprocess.Popen(  # noqa: ASYNC220
-                [*argv, "--port", str(port)], stdout=log, stderr=subprocess.STDOUT
-            )
-        try:
+        with router_over(urls, tmp_path / "router.log") as address:
             engine = await connect_router(
-                f"http://127.0.0.1:{port}",
+                address,
                 urls,
                 id="vllm-0",
                 served_name="policy",
@@ -96,6 +124,3 @@ async def test_a_session_stays_on_its_server_and_weights_reach_every_one(tmp_pat
                 await engine.abort(f"x{n}")
             assert {reply.finish for reply in await asyncio.gather(*running)} <= {"abort", "stop"}
             await engine.close()
-        finally:
-            router.kill()
-            router.wait()
