@@ -281,8 +281,12 @@ class Recovery:
             account.move("grouped", "failed", group.tokens.pop(command.rollout))
 
     def _process(self, command: do.ProcessGroup) -> None:
-        if (group := self._groups.pop(command.group.id, None)) is None:
-            return  # it waited for permits for all its members, and was given up before one of them had started
+        closed = command.group
+        if (group := self._groups.pop(closed.id, None)) is None:
+            # It waited for permits for all its members, and was given up before one of them had started.
+            group = _Group(closed.id, closed.task, closed.size, 0, self.seq)
+            self._next_group = max(self._next_group, closed.id + 1)
+            self._draw(closed.task)
         group.references, group.fallback = command.group.references, command.group.fallback
         for rollout in group.retries:  # given up: its last attempt settles the member, as failed as it was
             group.arrived.append(rollout)
