@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -164,3 +165,50 @@ async def test_a_disk_that_refuses_them_is_told_once_and_the_run_goes_on(
     await store.close()
     assert caplog.text.count("No space left") == 1
     assert set(read_parts(tmp_path, [A, B])) == {B}
+
+
+async def test_a_full_disk_is_left_no_torn_parts_and_no_files_begun_in_vain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, tries = Output._put, [0]
+
+    def full(self: Output, file: BinaryIO, data: bytes) -> None:
+        if self._size:  # there is room for what a file begins with
+            put(self, file, data[: len(data) // 2])
+            tries[0] += 1
+            raise OSError(28, "No space left on device")
+        put(self, file, data)
+
+    store = PartStore(tmp_path, "run", fsync_s=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Output, "_put", full)
+        for number in range(3):
+            store.keep(part(A, number))
+            await until(lambda number=number: tries[0] == number + 1)
+    store.keep(part(B, 0))
+    await until(lambda: store.written == 1)
+    assert files(tmp_path) == ["000001.part"]
+    assert set(read_parts(tmp_path, [A, B])) == {B}
+    store.ended(B)
+    await store.close()
+    assert files(tmp_path) == []
+
+
+async def test_files_that_a_failing_disk_leaves_behind_go_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, tries = Output._put, [0]
+
+    def broken(self: Output, file: BinaryIO, data: bytes) -> None:
+        if self._size:
+            tries[0] += 1
+            raise OSError(5, "Input/output error")
+        put(self, file, data)
+
+    monkeypatch.setattr(Output, "_put", broken)
+    store = PartStore(tmp_path, "run", fsync_s=0)
+    for number in range(3):
+        store.keep(part(A, number))
+        await until(lambda number=number: tries[0] == number + 1)
+    await store.close()
+    assert files(tmp_path) == []

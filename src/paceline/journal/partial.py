@@ -27,7 +27,7 @@ import zstandard
 from paceline.domain.ids import EngineId, RolloutId
 from paceline.domain.part import Asked, Part
 from paceline.domain.rollout import Finish, VersionRuns
-from paceline.errors import WireError
+from paceline.errors import WireError, is_full
 from paceline.journal.files import FOLDERS, file_numbers, file_path
 from paceline.journal.frames import PARTS, FrameReader
 from paceline.journal.output import Output
@@ -154,7 +154,12 @@ class PartStore:
                 self._files.setdefault(self._numbers()[-1], set()).update(part.rollout for part in block)
             self._output.flush()
         except OSError as error:
-            self._output.abandon()
+            if is_full(error):
+                self._output.repair()
+            else:
+                self._output.abandon()
+            for number in self._numbers():  # one that was begun for what it did not take must go, too
+                self._files.setdefault(number, set())
             if not self._is_refused:
                 _log.warning(
                     "a kill would cost rollouts their tokens: their parts cannot be written: %s", error
