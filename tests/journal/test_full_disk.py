@@ -136,6 +136,31 @@ async def test_who_gives_up_hears_of_the_full_disk_and_closing_says_what_is_lost
         await kept.close()
 
 
+@pytest.mark.usefixtures("impatient")
+async def test_a_full_disk_that_breaks_is_told_as_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes, told = [errno.ENOSPC, errno.ENOSPC, errno.EIO], [0]
+    broken: list[int | None] = []
+
+    def fails(*_: Any) -> None:
+        code = codes[min(told[0], 2)]
+        told[0] += 1
+        raise OSError(code, os.strerror(code))
+
+    kept = FileJournal(tmp_path, "run", on_error=lambda error: broken.append(error.errno))
+    with monkeypatch.context() as patch:
+        patch.setattr(Output, "_put", fails)
+        kept.append(0.0, TimerFired(), ())
+        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+            await kept.flush()
+        while told[0] < 6:  # noqa: ASYNC110 - it is said once, however often it is tried
+            await asyncio.sleep(0.001)
+    await kept.close()
+    assert broken == [errno.EIO]
+    assert seqs(tmp_path, []) == [0]
+
+
 async def test_a_backlog_beyond_its_bound_is_told_and_that_it_was_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

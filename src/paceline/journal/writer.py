@@ -270,7 +270,8 @@ class FileJournal:
         self._log.flush()
 
     def _failed(self, error: OSError) -> None:
-        first, self._error = self._error is None, error
+        was_broken = self._error is not None and not is_full(self._error)
+        self._error = error
         if is_full(error):
             self._store.repair()
             self._log.repair()
@@ -283,7 +284,7 @@ class FileJournal:
             self._store.abandon()
             self._log.abandon()
             self._is_stored = False
-            if first and self._on_error is not None:
+            if not was_broken and self._on_error is not None:
                 self._on_error(error)
         self._answer(error)
 
