@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import pickle
 from pathlib import Path
 
@@ -32,7 +34,7 @@ from paceline.trainer import (  # noqa: E402
 from paceline.transport import layout  # noqa: E402
 from paceline.transport.filesystem import FilesystemBatches  # noqa: E402
 from paceline.transport.reader import publish_weights  # noqa: E402
-from paceline.transport.status import open_run  # noqa: E402
+from paceline.transport.status import finish, open_run  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -155,9 +157,8 @@ def test_weights_that_are_not_finite_are_not_published(model_dir: Path, tmp_path
     assert list((tmp_path / "weights").iterdir()) == []
 
 
-def test_a_batch_for_several_ranks_is_refused_rather_than_trained_in_part(
-    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def ship(run: Path, ranks: int) -> None:
+    """One batch of two samples, in a run of its own."""
     ids = np.arange(4, dtype=np.int32)
     sample = Sample(
         token_ids=ids,
@@ -172,10 +173,43 @@ def test_a_batch_for_several_ranks_is_refused_rather_than_trained_in_part(
         temperature=1.0,
         advantage=1.0,
     )
-    packed = pack_batch(Batch(1, (sample, sample), (sample.rollout,)), ranks=2, micro_batch_tokens=4)
-    open_run(tmp_path, "test")
-    asyncio.run(FilesystemBatches(tmp_path, "test").ship(packed))
+    packed = pack_batch(Batch(1, (sample, sample), (sample.rollout,)), ranks=ranks, micro_batch_tokens=4)
+    open_run(run, "test")
+    asyncio.run(FilesystemBatches(run, "test").ship(packed))
+
+
+def test_a_batch_for_several_ranks_is_refused_rather_than_trained_in_part(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ship(tmp_path, ranks=2)
     monkeypatch.setattr(loop, "_listen", lambda *_: None)  # this process keeps its signals
     with pytest.raises(TrainerError, match="packed for 2 ranks"):
         loop.train(tmp_path, str(model_dir), loop.Settings())
     assert not (tmp_path / "acks").exists()
+
+
+def test_a_full_disk_is_waited_for_by_weights_and_by_the_acknowledgement(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ship(tmp_path, ranks=1)
+    finish(tmp_path)  # the trainer's loop ends behind this batch
+    refused = {"weights": 3, "acks": 3}
+    flush = layout.flush_entry
+
+    def full(path: Path) -> None:
+        for place, left in refused.items():
+            if left and tmp_path / place in path.parents:
+                refused[place] -= 1
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        flush(path)
+
+    monkeypatch.setattr(layout, "flush_entry", full)
+    monkeypatch.setattr(loop, "_ROOM_S", 0.0)
+    monkeypatch.setattr(loop, "_listen", lambda *_: None)
+    assert loop.train(tmp_path, str(model_dir), loop.Settings()) == 1
+    assert [path.name for path in (tmp_path / "acks").iterdir()] == [layout.ack_file(tmp_path, 1).name]
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == [V1.name]
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    waited = [each["for"] for each in told if each.get("event") == "no room"]
+    assert waited == ["weights v1", "the acknowledgement of step 1"], "each is said once"
+    assert refused == {"weights": 0, "acks": 0}

@@ -131,7 +131,7 @@ def train(
             "step_s": stepped - began,
             "publish_s": ended - stepped,
         }
-        batch.ack(metrics)
+        _with_room(f"the acknowledgement of step {batch.step}", partial(batch.ack, metrics), stopping)
         told = {"step": batch.step, **{name: round(value, 6) for name, value in metrics.items()}}
         print(json.dumps(told), flush=True)
         waited_from = ended
