@@ -91,3 +91,18 @@ def test_a_mix_draws_the_same_whatever_the_orders_of_its_environments() -> None:
         for s in ("sequential", "shuffled")
     )
     assert plain == shuffled
+
+
+def test_a_task_that_is_at_rest_when_it_is_to_be_drawn_again_costs_no_draw() -> None:
+    curriculum = Curriculum([Source("e", 4, sampler="sequential", epochs=1)], 0)
+    first = drawn(curriculum, 4)
+    state = curriculum.snapshot(first[:2])
+    resumed = Curriculum([Source("e", 4, sampler="sequential", epochs=1)], 0)
+    resumed.restore(state)
+    sampler = resumed.samplers["e"]
+    sampler.resting = {0: 100}
+    assert drawn(resumed, 1) == [first[1]]
+    assert resumed.skipped == [first[0]]
+    assert resumed.exhausted
+    after = resumed.snapshot()
+    assert (after["draws"], after["envs"]["e"]["drawn"]) == (4, 4)

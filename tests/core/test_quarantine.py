@@ -94,6 +94,15 @@ def test_failures_count_only_while_the_environment_works_for_others() -> None:
     assert quarantine.holds(bad)
 
 
+def test_a_group_of_which_no_member_was_started_says_nothing_of_its_task() -> None:
+    quarantine = Quarantine({"env": Patience(2, 100)})
+    task, good = TaskRef("env", "train", 1), TaskRef("env", "train", 2)
+    quarantine.closed(good, result("queued"))
+    quarantine.closed(task, GroupResult(0, (), None, None, "cancelled"))
+    quarantine.closed(good, result("queued"))
+    assert quarantine.closed(task, result("failed")) is None
+
+
 def test_a_task_that_worked_begins_anew() -> None:
     quarantine = Quarantine({"env": Patience(2, 100)})
     task, good = TaskRef("env", "train", 1), TaskRef("env", "train", 2)

@@ -160,10 +160,13 @@ class Curriculum:
     def draw(self, may: Callable[[EnvName], bool]) -> TaskRef | None:
         """`_draw`, past what rests or is in quarantine (`skipped`), told to the mix."""
         self.skipped = []
-        task = self._draw(may)
+        draws, task = self._draws, self._draw(may)
         while task is not None and self._passes_over(task):
             self.skipped.append(task)
-            task = self.samplers[task.env].draw_fresh()
+            if self._draws > draws:  # the mix has chosen the environment, which has others
+                task = self.samplers[task.env].draw_fresh()
+            else:  # it was to be drawn again, and is not: the next may be of another environment
+                task = self._draw(may)
         if task is not None and self.mix is not None:
             self.mix.drawn(task.env)
         return task

@@ -54,6 +54,8 @@ class Quarantine:
             return None
         key = (task.env, task.index)
         fates = {verdict.fate for verdict in result.verdicts}
+        if not fates:
+            return None  # it was given up before one of its members had started
         if not fates <= {"failed", "void"}:
             if fates - {"failed", "void", "cancelled"}:
                 self._worked[task.env] = self._worked.get(task.env, 0) + 1

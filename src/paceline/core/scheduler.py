@@ -40,7 +40,7 @@ from paceline.domain import commands as do
 from paceline.domain import events as on
 from paceline.domain.commands import Command
 from paceline.domain.events import Event
-from paceline.domain.group import ClosedGroup
+from paceline.domain.group import ClosedGroup, GroupResult
 from paceline.domain.ids import EnvName, GroupId, RolloutId, Version
 from paceline.domain.rollout import CancelCause, Rollout
 from paceline.domain.task import TaskRef
@@ -293,10 +293,7 @@ class Core:
             self._out.say(held)
         self.pacing.taken -= group.places - listed
         if refused and listed:
-            self.discard(
-                [verdict.rollout for verdict in result.verdicts if verdict.fate == "queued"], refused
-            )
-            result, listed = msgspec.structs.replace(result, dead="gated"), 0
+            result, listed = self._refuse(result, refused), 0
         self._forget(result.group)
         if self._hears_endings is not None:
             self._hears_endings.group_processed(group, result)
@@ -307,6 +304,15 @@ class Core:
             # The end cut it short: it says nothing about the task, which a resumed run draws again.
             self._cut_short.append(group.task)
         return True
+
+    def _refuse(self, result: GroupResult, why: str) -> GroupResult:
+        """Throw a group away that is listed; the result as it then stands, for whoever hears of it after the gates."""
+        self.discard([verdict.rollout for verdict in result.verdicts if verdict.fate == "queued"], why)
+        verdicts = [
+            msgspec.structs.replace(v, fate="discarded", reason=why) if v.fate == "queued" else v
+            for v in result.verdicts
+        ]
+        return msgspec.structs.replace(result, verdicts=tuple(verdicts), dead="gated")
 
     def _batch_shipped(self, event: on.BatchShipped) -> bool:
         self._unacknowledged -= 1

@@ -11,6 +11,7 @@ import pytest
 
 from paceline.config import EnvSection
 from paceline.core.gates import AdvantageRange, Gate, Gates, Judgement, Outcome, RewardBand, SolvedRests
+from paceline.core.scheduling import Overprovision
 from paceline.core.setup import train_spec
 from paceline.domain import commands as do
 from paceline.domain import events as on
@@ -106,6 +107,25 @@ def test_what_a_gate_refuses_does_not_train_is_told_with_its_name_and_leaves_its
 def test_a_gate_that_refuses_everything_ends_the_run_and_is_named() -> None:
     with pytest.raises(NoProgressError, match=r"gate g: its turn.*loosen the gate"):
         gated(Every(None, 0, nth=1), dead_group_limit=10).run()
+
+
+def test_a_group_that_is_refused_and_late_for_its_round_is_thrown_away_once() -> None:
+    spec = msgspec.structs.replace(
+        train_env(group_size=2, tasks=12), gates=lambda: Gates({"g": Every(None, 0, nth=2)})
+    )
+    script = Script(
+        plan=lambda rollout, _task: Plan(reward=float(rollout.member)),
+        process_s=lambda group: 3.0 * (group % 3),
+    )
+    setup = setup_for(spec, batch=4, max_steps=8, lag=0, max_staleness=0)
+    world = World(setup, script, cap=16, scheduling=Overprovision(2.0, "discard"), watch=Invariants())
+    trace = world.run()
+    assert trace.finish is not None
+    assert trace.finish.status == "done"
+    reasons = {c.reason.partition(":")[0] for c in trace.commands(do.NoteDiscarded)}
+    assert {"gate g", "late"} <= reasons
+    thrown = Counter(c.rollout for c in trace.commands(do.NoteDiscarded))
+    assert set(thrown.values()) == {1}
 
 
 class Rests(Gate):
