@@ -39,7 +39,8 @@ class DiskUse(NamedTuple):
 
 
 def disk_use(run_dir: Path) -> DiskUse:
-    """Look at every file of a run directory. What vanishes meanwhile does not count. OSError when there is none."""
+    """Look at every file of a run directory. What vanishes meanwhile, or may not be looked at, does not count. OSError when
+    the directory itself cannot be."""
     parts = dict.fromkeys((*_PARTS.values(), "other"), 0)
     with os.scandir(run_dir) as entries:
         for entry in entries:
@@ -53,7 +54,7 @@ def _bytes_of(entry: os.DirEntry[str]) -> int:
             return entry.stat(follow_symlinks=False).st_size
         with os.scandir(entry) as entries:
             return sum(map(_bytes_of, entries))
-    except FileNotFoundError:
+    except OSError:
         return 0
 
 

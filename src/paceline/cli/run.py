@@ -244,13 +244,17 @@ def execute(
             _say(f"  {note}")
         if os.strerror(errno.ENOSPC) in status.status.reason:
             _say(f"  free some space at {run_dir}, then go on with --resume {run_dir}")
-    use = disk_use(run_dir)
-    _say(f"disk: {use}")
-    more = "; --resume goes on" if status.status.status == "stopped" else ""
-    _say(f"{status.status.status}: {run_dir}{more}")
     told = summary(folds, wall_s=time.monotonic() - began)
     told |= {"run_dir": str(run_dir), "status": status.status.status, "reason": status.status.reason}
-    told["disk"] = use.bytes()
+    try:
+        use = disk_use(run_dir)
+    except OSError as gone:  # how the run ended is told all the same when its disk is gone
+        _say(f"disk: cannot be looked at: {gone}")
+    else:
+        _say(f"disk: {use}")
+        told["disk"] = use.bytes()
+    more = "; --resume goes on" if status.status.status == "stopped" else ""
+    _say(f"{status.status.status}: {run_dir}{more}")
     return Outcome(told, code, error)
 
 

@@ -1,0 +1,65 @@
+"""What a run takes of its disk is told, and never in the way of how the run ended."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cli import disk
+from paceline.cli.assemble import Assembly
+from paceline.cli.run import execute
+from paceline.config import RunConfig
+from paceline.transport.status import open_run, read_status
+
+
+def broken(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_it_is_told_by_what_it_is_and_without_what_may_not_be_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, nbytes in (("journal/1.log", 5), ("rollouts/1.seg", 7), ("mine/deep/er", 11), ("shut/in", 13)):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True)
+        path.write_bytes(bytes(nbytes))
+    scandir = os.scandir
+
+    def guarded(place: Any) -> Any:
+        if Path(place).name == "shut":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return scandir(place)
+
+    monkeypatch.setattr(os, "scandir", guarded)
+    use = disk.disk_use(tmp_path)
+    assert {name: nbytes for name, nbytes in use.parts.items() if nbytes} == {
+        "events": 5,
+        "tokens": 7,
+        "other": 11,
+    }
+    assert use.free > 0
+    with pytest.raises(OSError, match="gone"):
+        disk.disk_use(tmp_path / "gone")
+
+
+def test_how_a_run_ended_is_told_when_its_disk_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = RunConfig.model_validate({"model": {"name": str(tmp_path)}, "env": [{"id": "e:E"}]})
+    open_run(tmp_path, "run")
+    monkeypatch.setattr(Assembly, "run", broken)
+    monkeypatch.setattr(disk, "disk_use", broken)
+    outcome = execute(config, tmp_path, "run", plain=True)
+    assert outcome.code == 1
+    assert outcome.summary["status"] == "failed"
+    assert "disk" not in outcome.summary
+    said = capsys.readouterr().err
+    assert "disk: cannot be looked at: [Errno 5] Input/output error" in said
+    assert f"failed: {tmp_path}" in said
+    status = read_status(tmp_path)
+    assert status is not None
+    assert status.exit_code == 1
