@@ -25,7 +25,8 @@ _BATCH = 256
 
 def write_parquet(run_dir: Path, folder: Path) -> tuple[int, int, int]:
     """Write `rollouts.parquet` and `turns.parquet`; returns their numbers of rows, and of rollouts whose tokens are not in
-    the store. A rollout that ran again after a resume is written once, the last time. ConfigError without pyarrow, OSError from the disk."""
+    the store. A rollout that ran again after a resume is written once, the last time. ConfigError without pyarrow, OSError
+    from the disk."""
     if importlib.util.find_spec("pyarrow") is None:
         raise ConfigError(
             "`paceline export --parquet` needs pyarrow, which is not installed: pip install 'paceline[parquet]'"

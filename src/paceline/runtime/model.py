@@ -1,8 +1,9 @@
 """The policy as one rollout sees it: chat in, exact ids recorded.
 
-A rollout of an earlier life is answered from its record first (`continuing`). A model call is a chain of engine requests, each of which extends exactly the ids so far. Each asks the turn gate,
-and each is reported when it ends. An engine that stops a request of its own accord (to load weights, or to park the
-rollout) hands back what it sampled, and the chain goes on from there.
+A model call is a chain of engine requests, each of which extends exactly the ids so far. Each asks the turn gate, and
+each is reported when it ends. An engine that stops a request of its own accord (to load weights, or to park the rollout)
+hands back what it sampled, and the chain goes on from there. A rollout of an earlier life is answered from its record
+first (`continuing`).
 
     chat ─▶ bridge: the ids to add ─▶ recorder: the whole context
          ─▶ gate ─▶ engine.generate ─▶ checked, recorded, reported ─┐
@@ -65,8 +66,6 @@ _NOTHING_ASKED: Final = Asked(0)
 
 Ids: TypeAlias = NDArray[np.int32]
 Where: TypeAlias = Literal["env", "gate", "engine"]
-
-
 Launch: TypeAlias = StartRollout | ContinueRollout
 """What a rollout is begun with."""
 

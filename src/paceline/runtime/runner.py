@@ -1,7 +1,7 @@
 """Runs one rollout: the environment's coroutine, its budgets, and its one terminal record.
 
-`run` answers `StartRollout` and `ContinueRollout`. Whatever happens in the environment, the engine or the scorer, it returns exactly one
-`Rollout`, and only when the work has really stopped.
+`run` answers `StartRollout` and `ContinueRollout`. Whatever happens in the environment, the engine or the scorer, it
+returns exactly one `Rollout`, and only when the work has really stopped.
 
 How a rollout ends, first match first:
 
@@ -108,7 +108,8 @@ class RolloutRunner:
         return len(self._running)
 
     async def run(self, command: Launch) -> Rollout:
-        """Carry out one rollout, or go on with it; see the module for how it ends. Raises only when the task itself is cancelled."""
+        """Carry out one rollout, or go on with it; see the module for how it ends. Raises only when the task itself is
+        cancelled."""
         shared = self._environments.get((command.task.split, command.task.env))
         if shared is None:
             raise InvariantError(f"no environment {command.task.env!r} for split {command.task.split!r}")
