@@ -222,3 +222,12 @@ def test_what_waits_for_a_permit_is_told_by_that() -> None:
     world, _ = next_life(first, setup, SLOW, cap=2)
     (found,) = [wait for wait in waits(world.core) if "a permit, to go on after the restart" in wait.what]
     assert (found.since, found.others) == (5.0, 1)
+
+
+def test_what_is_to_stop_is_told_to_wait_for_its_environment_whatever_it_waited_for_before() -> None:
+    first, setup = cut_off()
+    world, _ = next_life(first, setup, SLOW, cap=2)
+    world.core.handle(on.ShutdownRequested("enough"), world.now)
+    (found,) = [wait for wait in waits(world.core) if "to stop (shutdown)" in wait.what]
+    assert found.others == 3
+    assert not [wait for wait in waits(world.core) if "a permit" in wait.what]

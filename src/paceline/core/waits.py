@@ -83,18 +83,18 @@ def waits(core: Core) -> list[Wait]:
 
 
 def _of_flight(flight: Flight, core: Core) -> tuple[str, float]:
-    if not flight.engine:
-        return "a permit, to go on after the restart", flight.waits_since
     if flight.calling:
         return f"engine {flight.engine!r} to answer", flight.granted_at
+    if flight.cancelled is not None:
+        return f"its environment to stop ({flight.cancelled})", flight.waits_since
+    if not flight.engine:
+        return "a permit, to go on after the restart", flight.waits_since
     if flight.held:
         return "the scheduling policy to release it", flight.waits_since
     if flight.parked:
         return f"room on engine {flight.engine!r}", flight.waits_since
     if flight.at_gate:
         return _gate(core.fleet[flight.engine]), flight.waits_since
-    if flight.cancelled is not None:
-        return f"its environment to stop ({flight.cancelled})", flight.waits_since
     return "its environment", flight.waits_since
 
 
