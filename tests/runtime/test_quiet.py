@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from paceline.core.curriculum import Curriculum, Source
 from paceline.core.waits import progress, waits
 from paceline.errors import InvariantError
 from paceline.runtime.quiet import QuietWatch
@@ -98,13 +99,11 @@ def test_a_run_that_goes_on_is_left_alone() -> None:
 def test_a_run_that_waits_for_nothing_ends() -> None:
     world = World(setup_for(max_steps=9), Script(reward=alternating), cap=3, engines=0)
 
-    class Nothing:  # a bug: there are tasks, and none is ever drawn
-        exhausted = False
-
-        def draw(self, _may: object) -> None:
+    class Nothing(Curriculum):  # a bug: there are tasks, and none is ever drawn
+        def draw(self, may: object) -> None:
             return None
 
-    world.core.launcher.curriculum = Nothing()  # type: ignore[assignment]
+    world.core.launcher.curriculum = Nothing([Source("env", 8)], 0)
     world.join("e0", 0)
     world.run(until=10.0)
     with pytest.raises(InvariantError, match=r"stands still: nothing has happened for .* 3 permits are free"):
