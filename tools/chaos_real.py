@@ -4,7 +4,7 @@
     .venv/bin/python tools/chaos_real.py --kills 6 --seed 3 -- --run.max-steps 10
 
 The moments are spread over the steps of the run, and drawn from the seed; what they hit depends on the clock. When a
-kill ends the run (that of an engine or a worker does not), `--resume` goes on. After the last one the run must finish. The journal
+kill ends the run (that of an engine or a worker that was ready must not), `--resume` goes on. After the last one the run must finish. The journal
 of all lives is then looked at; see "How it is tried" in `docs/recovery.md`. Exits with 1 when a rule does not hold.
 """
 
@@ -41,7 +41,7 @@ RUNS = {
 }
 """What the children of a run are known by: a word of their command line ends so."""
 SURVIVED = ("engine", "worker")
-"""Whose death the run outlives."""
+"""Whose death the run outlives, once it has begun."""
 WORDS = ("--env.0.workers.type=process",)
 """Options of every run: the environment is in a process of its own, which can be killed."""
 _LAST_STEPS = 2
@@ -63,11 +63,17 @@ class Failed(Exception):
     """The run did not do what it must."""
 
 
+def logs_of(run_dir: Path) -> list[Path]:
+    """Files of the journal's records, oldest first."""
+    return sorted((run_dir / "journal").glob("*.log"))
+
+
 class Life:
     """The process of the run, from its start to its end."""
 
     def __init__(self, config: Path, root: Path, words: list[str], run_dir: Path | None) -> None:
         self.root = root
+        self._earlier_logs = 0 if run_dir is None else len(logs_of(run_dir))
         again = [] if run_dir is None else [f"--resume={run_dir}"]
         self.log, self.out = root / "said.txt", root / "summary.txt"
         with self.log.open("ab") as log, self.out.open("wb") as out:
@@ -78,6 +84,10 @@ class Life:
                 stderr=log,
                 start_new_session=True,
             )
+
+    def has_begun(self, run_dir: Path) -> bool:
+        """Whether its engines and workers were ready: the first record of a life comes behind them, in a file of its own."""
+        return len(logs_of(run_dir)) > self._earlier_logs
 
     def child(self, who: str) -> int | None:
         """The process of that kind nearest to the run's own; None while there is none."""
@@ -106,7 +116,7 @@ class Chaos:
         self.lives = 1
         self.kills: list[Kill] = []
         self._hit = False
-        """Whether a child of this life was killed last, and may not have been ready."""
+        """Whether a child of this life was killed last, before the life had begun."""
 
     def run(self) -> Path:
         """Kill as often as asked, let it finish; the run's directory. Failed when it does not."""
@@ -143,7 +153,7 @@ class Chaos:
         self._hit = False
 
     def _was_starting(self) -> bool:
-        """Whether what was killed last may have ended the run: a child that had not said yet that it was ready."""
+        """Whether what was killed last may have ended the run: a child that was still being started. Any other it outlives."""
         hit, self._hit = self._hit, False
         return hit
 
@@ -160,10 +170,10 @@ class Chaos:
             pid = self._when(lambda: self.life.child(who), f"the {who}")
         step, now = self._acknowledged(run_dir), time.time()
         os.kill(pid, signal.SIGKILL)
-        self._hit = who in SURVIVED
+        self._hit = who in SURVIVED and not self.life.has_begun(run_dir)
         if who == "orchestrator":
             self.life.process.wait()
-        logs = sorted((run_dir / "journal").glob("*.log"))
+        logs = logs_of(run_dir)
         quiet = now - logs[-1].stat().st_mtime if logs else 0.0
         records = read_journal(run_dir, on_note=lambda _: None) if logs else iter(())
         ended = frozenset(r.event.rollout.id for r in records if isinstance(r.event, on.RolloutEnded))
