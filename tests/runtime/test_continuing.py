@@ -309,6 +309,9 @@ def test_one_that_is_cancelled_before_it_begins_ends_as_that() -> None:
     ended = life.run(goes_on(parts), left=parts, cancel="shutdown")
     assert (ended.outcome.ending, ended.outcome.cause) == ("cancelled", "shutdown")
     assert not life.engine.requests
+    (told,) = life.continued  # else its tokens would stay with a record that has none
+    assert (told.tokens, told.lost) == (0, sum(part.tokens for part in parts))
+    assert told.why == "it ended before its record did"
 
 
 def test_single_turn_environments_may_be_run_again_unless_they_write_their_own_course() -> None:

@@ -235,6 +235,7 @@ class _Run:
     def unstarted(self, cause: CancelCause) -> Rollout:
         """The record of a rollout that was cancelled before it began."""
         self._timer.cancel()
+        self._model.end_record()
         return self._record(Outcome("cancelled", cause), None)
 
     def cancel(self, cause: CancelCause) -> None:
