@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-from admission_kit import Held, load
+from admission_kit import Held, flight, load
 
 from paceline.core.admission import Bounds, FixedCap, PredictiveCap
 from paceline.core.admission.forecast import Forecast, Survival
@@ -237,3 +237,13 @@ def test_a_rollout_of_an_earlier_life_may_have_more_turns_than_were_ever_seen() 
     env.finished(turns=300, first=10, final=3000, seconds=60.0, wait_s=0.0)
     env.asked(1000, 9000, 10, 0.0)
     assert env.ended == 1.0
+
+
+def test_what_a_rollout_had_before_a_restart_is_not_taken_for_new_at_its_next_turn() -> None:
+    cap, engine, goes_on = PredictiveCap(), Held(), flight()
+    goes_on.turns, goes_on.context = 5, 8000
+    cap.turn_asked(engine, goes_on, 1.0)
+    goes_on.turns, goes_on.known, goes_on.context = 6, 8100, 8400
+    cap.turn_asked(engine, goes_on, 2.0)
+    (env,) = cap._envs.values()
+    assert (env.prompt_tokens, env.new_tokens) == (16_400, 300)

@@ -225,7 +225,9 @@ class PredictiveCap(Admission):
         if env is None:
             env = self._envs[flight.task.env] = EnvStats()
         env.waiting.pop(flight.id, None)
-        env.asked(flight.turns, flight.context, flight.context - flight.known, now - flight.waits_since)
+        # What one that goes on after a restart had at the end of its last call is not known: not all of it is new.
+        observed = flight.context - flight.known if flight.known else 0
+        env.asked(flight.turns, flight.context, observed, now - flight.waits_since)
 
     def turn_granted(self, engine: Holdings, flight: Flight, now: float) -> None:
         state = self[engine.id]
