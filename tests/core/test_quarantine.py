@@ -103,6 +103,17 @@ def test_a_group_of_which_no_member_was_started_says_nothing_of_its_task() -> No
     assert quarantine.closed(task, result("failed")) is None
 
 
+def test_a_group_that_is_void_for_one_member_has_not_failed_whole() -> None:
+    quarantine = Quarantine({"env": Patience(2, 100)})
+    task, good = TaskRef("env", "train", 1), TaskRef("env", "train", 2)
+    fates: tuple[Fate, ...] = ("failed", "void")
+    void = GroupResult(0, tuple(Verdict(RolloutId(0, n), fate, "why") for n, fate in enumerate(fates)))
+    for _ in range(4):
+        quarantine.closed(good, result("queued"))
+        assert quarantine.closed(task, void) is None
+    assert not quarantine.holds(task)
+
+
 def test_a_task_that_worked_begins_anew() -> None:
     quarantine = Quarantine({"env": Patience(2, 100)})
     task, good = TaskRef("env", "train", 1), TaskRef("env", "train", 2)

@@ -56,8 +56,8 @@ class Quarantine:
         fates = {verdict.fate for verdict in result.verdicts}
         if not fates:
             return None  # it was given up before one of its members had started
-        if not fates <= {"failed", "void"}:
-            if fates - {"failed", "void", "cancelled"}:
+        if fates != {"failed"}:
+            if fates - {"failed", "cancelled"}:  # `void` is of members that were scored
                 self._worked[task.env] = self._worked.get(task.env, 0) + 1
                 self._strikes.pop(key, None)
             return None
