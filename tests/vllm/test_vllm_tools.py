@@ -1,0 +1,55 @@
+"""The tool example on a real vLLM: what waits on the tool occupies no engine, and the report tells the two apart."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from vllm_kit import ROOT, Server
+
+from paceline.journal import read_rollouts
+
+EXAMPLE = ROOT / "examples" / "store-search" / "vllm.toml"
+STEPS, WAIT_S = 3, 0.2
+
+
+@pytest.mark.timeout(900)
+async def test_the_tool_example_trains_on_vllm_and_its_report_tells_tool_waits_from_engine_time(
+    server: Server, tmp_path: Path
+) -> None:
+    words = [f"--engine.urls=[{json.dumps(server.url)}]", f"--run.dir={tmp_path}", "--run.name=t"]
+    words += [f"--run.max_steps={STEPS}", "--eval=[]", f"--env.0.args={{wait_s = {WAIT_S}}}"]
+    words += ["--batch.rollouts=48", "--plain", "--summary=json"]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "paceline", "run", str(EXAMPLE), *words),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        out, err = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    assert process.returncode == 0, err.decode()[-4000:]
+    summary = json.loads(out.decode().splitlines()[-1])
+    assert (summary["status"], summary["steps"], summary["tokens_conserved"]) == ("done", STEPS, True)
+
+    done = [r for r in read_rollouts(tmp_path / "t") if r.outcome.ending == "completed"]
+    asked = [r for r in done if r.metrics["tool_calls"]]
+    assert len(asked) >= STEPS * 16
+    for rollout in asked:
+        # The first answer to a question, and each after a tool has spoken, goes on from the exact ids.
+        assert all(turn.extends for turn in rollout.turns[1:])
+        assert rollout.env_s > 0.9 * WAIT_S * rollout.metrics["tool_calls"]
+        assert 0 < rollout.model_s < rollout.ended - rollout.started - rollout.env_s + 0.05
+    report = (tmp_path / "t" / "report.html").read_text()
+    data = json.loads(
+        report.partition('<script type="application/json" id="data">')[2].partition("</script>")[0]
+    )
+    env_s, model_s = (data["series"][f"train/all/{name}"] for name in ("env_s", "model_s"))
+    assert len(env_s) == len(model_s) == STEPS
+    assert all(value > 0.5 * WAIT_S for value in env_s)
+    assert all(value > 0 for value in model_s)
