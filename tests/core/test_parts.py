@@ -165,6 +165,24 @@ def test_a_rollout_goes_on_from_its_tokens_before_anything_new_starts() -> None:
     assert not trace.commands(do.NoteRetry)
 
 
+def test_those_that_have_tokens_go_on_before_those_that_have_none() -> None:
+    def plan(rollout: RolloutId, _task: object) -> Plan:
+        waits_s = 4.5 if rollout.member < 2 else 0.0
+        return Plan(((waits_s, 8.0),), tokens=8, reward=float(rollout.member % 2))
+
+    setup = msgspec.structs.replace(
+        setup_for(train_env(group_size=4), batch=4, max_steps=1), segment_tokens=2
+    )
+    first = World(setup, Script(plan=plan), cap=4, watch=Invariants())
+    first.run(until=5.0)
+    world, _ = next_life(first, setup, Script(plan=plan), cap=2)
+    trace = world.run()
+    goes_on = [(c.rollout.member, c.tokens) for c in trace.commands(do.ContinueRollout)]
+    assert goes_on == [(2, 4), (3, 4), (0, 0), (1, 0)]
+    assert trace.finish is not None
+    assert trace.finish.status == "done"
+
+
 def test_a_rollout_waits_for_the_weights_that_it_began_with_where_the_trainer_makes_them_again() -> None:
     setup = msgspec.structs.replace(setup_for(batch=4, lag=0, max_staleness=0, max_steps=3), segment_tokens=2)
     first = World(setup, SLOW, cap=4, watch=Invariants())

@@ -44,6 +44,9 @@ class Continuing:
         self._left: dict[RolloutId, Version | None] = {}
         """What an earlier life left under way, until it is known what becomes of it: its oldest version."""
         self._waiting: dict[RolloutId, Flight] = {}
+        """Those with tokens, the oldest first."""
+        self._empty: dict[RolloutId, Flight] = {}
+        """Those without any, which cannot grow stale."""
 
     def left(self, flight: Flight, oldest: Version | None) -> None:
         """An earlier life left this under way. It goes on (`opened`), or ends by an event."""
@@ -51,31 +54,36 @@ class Continuing:
         self._left[flight.id] = oldest
 
     def opened(self, rollouts: tuple[RolloutId, ...]) -> None:
-        """These go on; first whose tokens are oldest, and have least time left to train."""
+        """These go on; first whose tokens are oldest, and have least time left to train; last those without any."""
         for rollout in sorted(rollouts, key=lambda rollout: self._left.get(rollout) or 0):
             if rollout not in self._left or not self._groups.has(rollout):
                 raise InvariantError(
                     f"{rollout} is to go on, but nothing of it was under way, or its group is not open"
                 )
-            flight = self._waiting[rollout] = self._flights[rollout]
+            flight, oldest = self._flights[rollout], self._left[rollout]
+            (self._empty if oldest is None else self._waiting)[rollout] = flight
             flight.waits_since = self._out.now
-            self._flights.goes_on_from(flight, flight.sampled, self._left[rollout])
+            self._flights.goes_on_from(flight, flight.sampled, oldest)
         self._left.clear()
 
     def fill(self) -> None:
         """Let go on what there are permits for."""
-        while self._waiting and self._policy.may_start() and self._fleet.free() > 0:
-            flight = next(iter(self._waiting.values()))
-            if flight.oldest is not None and flight.oldest > self._fleet.held:
-                return  # its trainer went back, and makes these weights again: older ones would only make it staler
-            engine = self._fleet.place(self._groups.of(flight.id).engine)
-            if engine is None:
+        while (self._waiting or self._empty) and self._policy.may_start() and self._fleet.free() > 0:
+            flight = self._next()
+            engine = None if flight is None else self._fleet.place(self._groups.of(flight.id).engine)
+            if flight is None or engine is None:
                 return
             self._go_on(flight, engine)
 
+    def _next(self) -> Flight | None:
+        flight = next(iter(self._waiting.values()), None)
+        if flight is not None and flight.oldest is not None and flight.oldest > self._fleet.held:
+            flight = None  # its trainer went back, and makes these weights again: older ones would only make it staler
+        return flight or next(iter(self._empty.values()), None)
+
     def before_cancelling(self, flight: Flight) -> None:
         """What is asked to stop must have begun: it ends by its `RolloutEnded` like any other."""
-        if flight.id in self._waiting and flight.cancelled is None:
+        if (flight.id in self._waiting or flight.id in self._empty) and flight.cancelled is None:
             self._go_on(flight, None)
 
     def continued(self, event: on.RolloutContinued) -> None:
@@ -90,7 +98,7 @@ class Continuing:
         flight.turns, flight.continues = event.turns, event.is_mid_turn
 
     def _go_on(self, flight: Flight, engine: EngineState | None) -> None:
-        del self._waiting[flight.id]
+        del (self._waiting if flight.id in self._waiting else self._empty)[flight.id]
         group = self._groups.of(flight.id)
         if engine is not None:
             engine.add(flight)
