@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -219,6 +220,33 @@ def test_what_is_queued_when_a_run_is_stopped_waits_for_a_resumption() -> None:
     told.process([told.verdict(one)])
     told.finish("stopped")
     assert nonzero(line_of(told).tokens) == {"queued": 10}
+
+
+@pytest.mark.parametrize("last", [None, "failed", "stopped"])
+def test_what_a_kill_or_an_error_left_under_way_is_followed_into_the_next_life(last: Any) -> None:
+    told = Told()
+    running, ended, lost = told.start(0, members=3)
+    told.call(running, 10)
+    told.call(lost, 5)
+    told.end(ended, 10)
+    if last is not None:  # a kill leaves no last word
+        told.tell(on.RunFailed("the trainer died"), do.FinishRun(last, "the trainer died"))
+        assert nonzero(line_of(told).tokens) == {"in_flight": 15, "queued": 10}
+    told.tell(on.RunOpened("told", 7, resumed_from=3, recovered=True, continues=(running,)))
+    told.end(lost, 5, outcome=Outcome("failed", "restart"))
+    retried = lost._replace(attempt=1)
+    told.rollouts[retried] = told.rollouts[lost]
+    again = do.StartRollout(retried, told.rollouts[lost].task, 0, 2, "e0", 0)
+    told.tell(on.TimerFired(), again, do.ContinueRollout(running, again.task, 0, 0, "e0", 0, 0.0, 10, 1, ""))
+    told.tell(on.RolloutContinued(running, 8, 2, 1, True, 0, "not written"))
+    told.call(running, 4)
+    told.end(running, 12)
+    told.end(retried, 20)
+    told.process([told.verdict(one) for one in (running, ended, retried)])
+    told.ship(4, [running, ended])
+    assert nonzero(line_of(told).tokens) == {"shipped": 22, "failed": 7, "queued": 20}
+    assert told.folds.lives.in_flight == {"train": 0, "eval": 0}
+    assert told.folds.lives.strays == 0
 
 
 @given(st.lists(st.tuples(st.sampled_from(PLACES), st.integers(0, 50)), max_size=12))

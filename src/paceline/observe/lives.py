@@ -335,8 +335,10 @@ class Lives(Fold):
         self._close(at, keep=frozenset() if step is None else self._queued_at.get(step, frozenset()))
 
     def _finish(self, at: float, command: FinishRun) -> None:
-        """What is still queued is left over, unless the run was cut short: then it waits for a resumption."""
-        self._close(at, keep=frozenset() if command.status == "done" else frozenset(self.queue))
+        """What is still queued is left over, unless the run was cut short: then it waits for a resumption, and so does what
+        an error left under way."""
+        if command.status == "done":
+            self._close(at, keep=frozenset())
 
     def _close(self, at: float, keep: frozenset[RolloutId]) -> None:
         for life in [life for key, life in self.unsettled.items() if key not in keep]:
