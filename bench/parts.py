@@ -1,8 +1,8 @@
 """What it costs to keep a rollout while it is under way: one part, of an engine request that sampled 2,048 tokens on a prompt
 with 512 new ones.
 
-`part_loop_us` is what the event loop pays, `part_cpu_us` what the writing thread does in CPU; both count CPU of their own
-thread. A part whose rollout ends within the 0.2 s to the next write costs the first alone.
+`part_loop_us` is what the event loop pays, `part_cpu_us` what the writing thread pays for packing it, without the write;
+both in CPU. A part whose rollout ends within the 0.2 s to the next write costs the first alone.
 """
 
 from __future__ import annotations
