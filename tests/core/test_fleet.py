@@ -42,16 +42,19 @@ def test_rollouts_spread_over_the_engines_with_most_room_and_groups_stay_togethe
         engine = fleet.place(None)
         assert engine is not None
         engine.in_flight += 1
+        engine.touch()
         placed.append(engine.id)
     assert placed == ["e0", "e1"] * 3
     preferred = fleet.place("e1")
     assert preferred is not None
     assert preferred.id == "e1"
     fleet["e1"].in_flight = 4
+    fleet["e1"].touch()
     other = fleet.place("e1")
     assert other is not None
     assert other.id == "e0", "over the cap of the preferred one, another takes it"
     fleet["e0"].in_flight = 4
+    fleet["e0"].touch()
     assert fleet.place("e1") is None
     assert fleet.free() == 0
 

@@ -22,18 +22,19 @@ class Moody(Admission):
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
-        self.now_at, self.off, self.tokens = 4, 0, 10_000
+        self.caps: dict[EngineId, int] = {}
+        self.off, self.tokens = 0, 10_000
 
     def observe(self, engine: Holdings, load: EngineLoad | None, now: float) -> None:
-        self.now_at = self.random.randint(1, 8)
+        self.caps[engine.id] = self.random.randint(1, 8)
         self.off = self.random.choice([0, 0, self.random.randint(0, engine.active)])
         self.tokens = self.random.choice([10_000, 20, 5])
 
     def cap(self, engine: EngineId) -> int:
-        return self.now_at
+        return self.caps.get(engine, 4)
 
     def room(self, engine: EngineId, active: int) -> int:
-        return self.now_at - active
+        return self.cap(engine) - active
 
     def turn_tokens(self, engine: EngineId) -> int | None:
         return self.tokens
