@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from paceline.core.dead import brief
 from paceline.domain.commands import NoteOutage
 from paceline.domain.ids import EnvName, GroupId, RolloutId
 from paceline.domain.rollout import Rollout
@@ -26,8 +27,6 @@ GROUPS: Final = 2
 FIRST_S: Final = 1.0
 LONGEST_S: Final = 300.0
 """The first pause before a probe, and the longest; each is twice the one before."""
-_MOST_TEXT: Final = 300
-"""Characters of an error that are told."""
 
 
 class _Breaker:
@@ -106,8 +105,7 @@ class Breakers:
         breaker.count += 1
         if len(breaker.groups) < GROUPS:
             breaker.groups.add(rollout.id.group)
-        text = rollout.outcome.detail
-        breaker.last = text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}…"
+        breaker.last = brief(rollout.outcome.detail)
         if breaker.since is None:
             if not breaker.trips:
                 return None

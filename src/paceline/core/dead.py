@@ -35,6 +35,11 @@ _ADVICE: Final = {
 }
 
 
+def brief(text: str) -> str:
+    """As much of somebody's error as a line can tell."""
+    return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}…"
+
+
 class _Death(msgspec.Struct):
     """Groups of one environment that died of one cause."""
 
@@ -50,7 +55,7 @@ class _Death(msgspec.Struct):
 
     def add(self, result: GroupResult, example: str) -> None:
         self.count += 1
-        self.example = example if len(example) <= _MOST_TEXT else f"{example[:_MOST_TEXT]}…"
+        self.example = brief(example)
         self.is_flat = self.is_flat and (result.reward_variance or 0.0) < _EQUAL
         if result.reward_mean is not None:
             self.lowest = min(self.lowest, result.reward_mean)

@@ -68,13 +68,12 @@ class Quarantine:
         self._strikes[key] = _Strikes(count, worked)
         if count < patience.groups or 2 * (len(self._held.get(task.env, ())) + 1) > patience.tasks:
             return None
-        why = next((verdict.reason for verdict in result.verdicts if verdict.fate == "failed"), "no score")
         self.hold(task.env, task.index)
         return NoteQuarantine(
             task.env,
             task.index,
             f"task {task.index} of env {task.env!r} is not drawn any more: {count} groups in a row failed whole, last: "
-            f"{why}",
+            f"{result.verdicts[0].reason}",
         )
 
     def hold(self, env: EnvName, index: int) -> None:

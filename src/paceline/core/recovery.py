@@ -212,21 +212,20 @@ class Recovery:
         return self._envs.setdefault(env, {"drawn": 0, "fingerprint": None, "redraw": []})
 
     def _draw(self, task: TaskRef) -> None:
+        self._draws += self._came_next(task)
+
+    def _came_next(self, task: TaskRef) -> bool:
+        """Take a task off what its environment has to give; whether it is a fresh one, and not drawn again."""
         saved = self._drawn_of(task.env)
         drawn = (task.index, task.epoch)
         if drawn in saved["redraw"]:
             saved["redraw"].remove(drawn)
-        else:
-            saved["drawn"] += 1
-            self._draws += 1
+            return False
+        saved["drawn"] += 1
+        return True
 
     def _skipped(self, command: do.SkipTask) -> None:
-        saved = self._drawn_of(command.task.env)
-        drawn = (command.task.index, command.task.epoch)
-        if drawn in saved["redraw"]:
-            saved["redraw"].remove(drawn)
-        else:
-            saved["drawn"] += 1
+        self._came_next(command.task)
 
     def _quarantined(self, command: do.NoteQuarantine) -> None:
         self._quarantine.hold(command.env, command.index)
