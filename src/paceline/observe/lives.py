@@ -15,7 +15,6 @@ from collections.abc import Mapping
 
 from paceline.domain.batch import Batch
 from paceline.domain.commands import (
-    ContinueRollout,
     FinishRun,
     NoteDiscarded,
     NoteStale,
@@ -33,7 +32,7 @@ from paceline.domain.events import (
     TurnRequested,
 )
 from paceline.domain.group import Fate, GroupResult, Verdict
-from paceline.domain.ids import EngineId, EnvName, GroupId, RolloutId, Version
+from paceline.domain.ids import EnvName, GroupId, RolloutId, Version
 from paceline.domain.rollout import Ending, Rollout
 from paceline.domain.task import Split
 from paceline.observe.fold import Fold, Handler
@@ -46,7 +45,7 @@ class Life:
     """What is known of one rollout so far."""
 
     __slots__ = (
-        "advantage", "cached", "cause", "context", "ended", "ending", "engine", "env", "env_s", "fate", "flags",
+        "advantage", "cached", "cause", "context", "ended", "ending", "env", "env_s", "fate", "flags",
         "gate_s", "group", "id", "masked", "model_s", "newest", "oldest", "prefill", "prefix", "put_off", "recomputed", "reward", "rewards",
         "ships", "split", "started", "tokens", "turns", "version",
     )  # fmt: skip
@@ -59,7 +58,6 @@ class Life:
         """The `PutOff` that it comes from; 0 for one of a task that was drawn."""
         self.env: EnvName = start.task.env
         self.split: Split = start.task.split
-        self.engine: EngineId = start.engine
         self.version: Version = start.version
         self.started = at
         self.ended: float | None = None
@@ -165,7 +163,6 @@ class Lives(Fold):
             StartRollout: self._start,
             TurnRequested: self._turn_requested,
             SegmentEnded: self._segment_ended,
-            ContinueRollout: self._continue,
             RolloutContinued: self._continued,
             RolloutEnded: self._rollout_ended,
             GroupProcessed: self._group_processed,
@@ -226,10 +223,6 @@ class Lives(Fold):
         tally.cached += event.cached_tokens
         tally.prefill += computed
         tally.recomputed += again
-
-    def _continue(self, at: float, command: ContinueRollout) -> None:
-        if (life := self.unsettled.get(command.rollout)) is not None:
-            life.engine = command.engine
 
     def _continued(self, at: float, event: RolloutContinued) -> None:
         if (life := self.unsettled.get(event.rollout)) is None or not event.lost:
