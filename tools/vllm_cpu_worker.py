@@ -30,11 +30,12 @@ def _reload_and_pack(self: Any, *args: Any, **kwargs: Any) -> None:
     if head is None or getattr(head, "quant_method", None) is None:
         _reload(self, *args, **kwargs)
         return
-    before = head.weight.detach().clone()
-    _reload(self, *args, **kwargs)
     if Mended.mends:
+        _reload(self, *args, **kwargs)
         head.quant_method.process_weights_after_loading(head)
     else:
+        before = head.weight.detach().clone()
+        _reload(self, *args, **kwargs)
         head.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, before, bias)
 
 
