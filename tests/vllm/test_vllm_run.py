@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -15,7 +13,7 @@ import aiohttp
 import numpy as np
 import pytest
 from aiohttp import web
-from vllm_kit import ROOT, Reference, Server, assert_same
+from vllm_kit import ROOT, Reference, Server, assert_same, run_to_end
 
 from paceline.transport.layout import ACKS, BATCHES, PROBE_FILE, rank_file, steps_in, weights_dir
 from paceline.transport.reader import read_batches
@@ -92,17 +90,7 @@ async def test_the_demo_trains_on_vllm_and_every_token_trained_is_one_that_was_s
     async with Wiretap(server).running() as tap:
         words = [f"--engine.urls=[{json.dumps(tap.url)}]", f"--run.dir={tmp_path}", "--run.name=t"]
         words += [f"--run.max_steps={STEPS}", "--plain", "--summary=json"]
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "paceline", "run", str(EXAMPLE), *words),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        try:
-            out, err = await process.communicate()
-        finally:
-            if process.returncode is None:
-                process.kill()
-    assert process.returncode == 0, err.decode()[-4000:]
+        out = await run_to_end(EXAMPLE, *words)
 
     run_dir = tmp_path / "t"
     received: defaultdict[tuple[int, ...], list[Call]] = defaultdict(list)
@@ -141,6 +129,6 @@ async def test_the_demo_trains_on_vllm_and_every_token_trained_is_one_that_was_s
         np.concatenate([np.array(logprobs, np.float32) for _, _, logprobs, _ in calls]),
         np.concatenate(expected),
     )
-    report = json.loads(out.decode().splitlines()[-1])
+    report = json.loads(out.splitlines()[-1])
     assert report["tokens_conserved"]
     assert report["heldout_end"] > report["heldout_start"] + 0.2  # 0.38 to 0.92 where this was written

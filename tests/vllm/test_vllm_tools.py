@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import sys
 from pathlib import Path
 
 import pytest
-from vllm_kit import ROOT, Server
+from vllm_kit import ROOT, Server, run_to_end
 
 from paceline.journal import read_rollouts
 
@@ -23,18 +21,8 @@ async def test_the_tool_example_trains_on_vllm_and_its_report_tells_tool_waits_f
     words = [f"--engine.urls=[{json.dumps(server.url)}]", f"--run.dir={tmp_path}", "--run.name=t"]
     words += [f"--run.max_steps={STEPS}", "--eval=[]", f"--env.0.args={{wait_s = {WAIT_S}}}"]
     words += ["--batch.rollouts=48", "--plain", "--summary=json"]
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "paceline", "run", str(EXAMPLE), *words),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        out, err = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-    assert process.returncode == 0, err.decode()[-4000:]
-    summary = json.loads(out.decode().splitlines()[-1])
+    out = await run_to_end(EXAMPLE, *words)
+    summary = json.loads(out.splitlines()[-1])
     assert (summary["status"], summary["steps"], summary["tokens_conserved"]) == ("done", STEPS, True)
 
     done = [r for r in read_rollouts(tmp_path / "t") if r.outcome.ending == "completed"]

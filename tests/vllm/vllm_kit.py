@@ -166,3 +166,22 @@ def assert_same(found: NDArray[np.float32], expected: NDArray[np.float32], *, us
 def differs(found: NDArray[np.float32], expected: NDArray[np.float32]) -> bool:
     """Of other weights, beyond any rounding."""
     return bool(np.abs(found - expected).mean() > 3 * USUAL)
+
+
+# ---- a whole run
+
+
+async def run_to_end(config: Path, *words: str) -> str:
+    """`paceline run` in a process of its own, which must end well; what it wrote to its output."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "paceline", "run", str(config), *words),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        out, err = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    assert process.returncode == 0, err.decode()[-4000:]
+    return out.decode()
