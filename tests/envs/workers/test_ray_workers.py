@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worker_kit import HERE, inside
+from test_process_workers import told
+from test_serving import gone, started
+from worker_envs import Program
+from worker_kit import HERE, TOKENIZER, Engine, Inside, inside
+
+from paceline.config import GatewaySection, Limits
+from paceline.runtime.gateway import Gateway
 
 ray = pytest.importorskip("ray", reason="needs the ray extra: pip install 'paceline[ray]'")
 
@@ -87,3 +93,43 @@ async def test_a_retry_finds_the_new_actor(cluster: Any, tmp_path: Path) -> None
     async with inside(tmp_path, "Told", {"does": "kill once"}, count=1, **RAY) as run:
         assert (await run.roll_out()).outcome.cause == "infrastructure"
         assert (await run.roll_out(attempt=1)).outcome.ending == "completed"
+
+
+async def test_programs_of_actors_are_recorded_as_those_that_run_inline(cluster: Any, tmp_path: Path) -> None:
+    gateway = Gateway(GatewaySection(), TOKENIZER, "policy")
+    here = Inside(Program(), Limits(), Engine("hi"), gateway)
+    try:
+        inline = await here.roll_out(1, index=2)
+    finally:
+        await gateway.close()
+    async with inside(tmp_path, "Program", engine=Engine("hi"), gateway={}, count=4, **RAY) as there:
+        remote = await there.roll_out(1, index=2)
+        assert (remote.outcome.ending, remote.reward, remote.info["last"]) == ("completed", 4.0, "hi")
+        assert told(remote) == told(inline)
+        assert there.gate.granted == here.gate.granted == 2
+        # Side by side, in actors of both hosts.
+        ended = await asyncio.gather(*(there.roll_out(m, group=1, index=m) for m in range(8)))
+        assert {(r.outcome.ending, r.reward, len(r.turns)) for r in ended} == {("completed", 4.0, 2)}
+        assert [r.messages[0].content for r in ended] == [f"task {n}" for n in range(8)]
+
+
+async def test_programs_of_an_actor_that_is_killed_end_and_cost_a_retry(cluster: Any, tmp_path: Path) -> None:
+    path = tmp_path / "pids"
+    async with inside(tmp_path, "Program", {"pids": str(path)}, gateway={}, **RAY) as run:
+        pending = asyncio.create_task(run.roll_out())
+        pids = await started(run, path)
+        os.kill(run.pool.opened.pid, signal.SIGKILL)
+        rollout = await pending
+        assert (rollout.outcome.ending, rollout.outcome.cause) == ("failed", "infrastructure")
+        assert len(rollout.turns) == 2  # what it had sampled is kept
+        await asyncio.to_thread(gone, pids, 10.0)
+
+
+async def test_a_gateway_that_an_actors_host_cannot_reach_is_named_with_what_to_set(
+    cluster: Any, tmp_path: Path
+) -> None:
+    async with inside(tmp_path, "Program", gateway={"public_url": "http://127.0.0.1:9"}, **RAY) as run:
+        rollout = await run.roll_out()
+        assert rollout.outcome.cause == "environment"
+        assert "127.0.0.1:9 cannot be reached" in rollout.outcome.detail
+        assert "gateway.public_url" in rollout.outcome.detail
