@@ -9,11 +9,7 @@ import asyncio
 import contextlib
 import gc
 import json
-import os
-import signal
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -28,6 +24,7 @@ from paceline.cli.environments import Environments, own_gates, own_samplers
 from paceline.cli.resume import Resumption
 from paceline.cli.services import ConfiguredServices, imported
 from paceline.cli.status import INTERRUPTED, StatusFile
+from paceline.cli.stopping import TERM_S, CutOff, Stopped, StoppedTwice, Stopping, unstoppable
 from paceline.cli.trainer import trainer_settings, versions_kept
 from paceline.config import (
     EmbeddedEngine,
@@ -47,7 +44,7 @@ from paceline.core.unsettled import unsettled
 from paceline.domain import events as on
 from paceline.domain.commands import FinishRun, ShipBatch
 from paceline.domain.ids import EnvName
-from paceline.errors import ConfigError, EnvError, PacelineError, TrainerError, place_of, printable, said_by
+from paceline.errors import ConfigError, EnvError, TrainerError, said_by
 from paceline.journal.partial import PartStore
 from paceline.journal.writer import FileJournal
 from paceline.ports import Engine
@@ -68,34 +65,10 @@ from paceline.tokens.tokenizer import ChatTokenizer, resolve_model_dir
 from paceline.transport.filesystem import FilesystemBatches, FilesystemPolicy
 from paceline.transport.layout import weights_dir
 
-_SAVE_S = 300.0
-"""Seconds the trainer has to save when the run is done: every step has been trained by then."""
-_FAILED_SAVE_S = 2.0
-"""The same, when the run failed: people wait for the cause, and the batches since its last checkpoint are kept."""
-_TERM_S = 1.0
-"""Between asking a process to end and making it."""
-_SAME_SIGNAL_S = 0.1
-"""A signal that comes again sooner is the same one: `timeout` sends its own to a process, and to the group it is in."""
-_HARD_S = 1.5
-"""What is left of a run this long after its time to stop is cut off, whatever it does."""
-_FAILED_S = 8.0
-"""The same, after an error."""
-
-
 _STILL_S = 60.0
 """Seconds that the loop may stand still beyond the longest deadline."""
 
 Say: TypeAlias = Callable[[str], None]
-
-
-class Stopped(PacelineError):
-    """Someone asked for the run to end before it had begun."""
-
-
-class StoppedTwice(PacelineError):
-    """Someone asked a second time for the run to end, or its work did not stop in time: now."""
-
-    is_stop = True
 
 
 class Earlier(msgspec.Struct, frozen=True):
@@ -155,19 +128,12 @@ class Assembly:
         self.children: list[ChildProcess] = []
         self._earlier = earlier or Earlier()
         self._inherit = () if lock_fd is None else (lock_fd,)
-        self._cut_off = CutOff(status, self.children) if may_exit else None
-        self._stops = 0
-        self._hears = False
-        """Whether signals reach our own handlers: what else interrupts or cancels the run is code that runs in it."""
-        self._intrusion: EnvError | None = None
-        """What code that runs in the loop did to end the run."""
-        self._stop_by = float("inf")
-        """On the loop's clock: when everything must have stopped."""
-        self._ending = False
-        self._hurry = asyncio.Event()
-        """Set by the second request to stop."""
+        self.stopping = Stopping(
+            config.run.drain_s,
+            [section.id for section in self._env_sections],
+            CutOff(status, self.children) if may_exit else None,
+        )
         self._driver: Driver | None = None
-        self._inbox: Inbox | None = None
         self._core: Core | None = None
         self._disk_error: OSError | None = None
         self._disk_failed = asyncio.Event()
@@ -199,28 +165,23 @@ class Assembly:
             try:
                 return runner.run(self._run_on_loop(folds, say, phase))
             except (SystemExit, KeyboardInterrupt) as error:
-                if not self._hears:
+                if not self.stopping.hears:
                     raise
                 # Of a task or a callback that an environment left on the loop: a rollout's own is caught with it.
-                self._intrusion = self._ended_by_code(f"{said_by(error)} was raised")
-                raise self._intrusion from error
+                raise self.stopping.ended_by_code(f"{said_by(error)} was raised") from error
 
     async def _run_on_loop(self, folds: list[Fold], say: Say, phase: Say) -> FinishRun:
-        watch = StandstillWatch(self._still(say), self._still_too_long, self._still_limit_s())
-        with self._signals(), _unstoppable(asyncio.get_running_loop()), contextlib.closing(watch):
+        stopping = self.stopping
+        watch = StandstillWatch(_still(say), self._still_too_long, self._still_limit_s())
+        with stopping.signals(), unstoppable(asyncio.get_running_loop()), contextlib.closing(watch):
             try:
                 return await self._run(folds, say, Phases(phase))
             except asyncio.CancelledError:
-                if self._stops:
+                if stopping.requests:
                     raise Stopped("stopped before the first rollout was started") from None
-                if not self._hears:
+                if not stopping.hears:
                     raise
-                raise self._cancelled_by_code() from None
-
-    def close(self) -> None:
-        """The loop has ended: nothing is left to be cut off."""
-        if self._cut_off is not None:
-            self._cut_off.off()
+                raise stopping.cancelled_by_code() from None
 
     async def _run(self, folds: list[Fold], say: Say, phases: Phases) -> FinishRun:
         config = self.config
@@ -265,10 +226,11 @@ class Assembly:
                 self._status.finish("stopped", str(stopped), code=INTERRUPTED)
                 raise
             except asyncio.CancelledError:
-                if self._hears and not self._stops:
-                    self._status.fail(self._cancelled_by_code())
+                asked = self.stopping.requests
+                if self.stopping.hears and not asked:
+                    self._status.fail(self.stopping.cancelled_by_code())
                 else:
-                    self._status.finish("stopped", "interrupted", code=0 if self._stops else INTERRUPTED)
+                    self._status.finish("stopped", "interrupted", code=0 if asked else INTERRUPTED)
                 raise
             except BaseException as error:
                 self._status.fail(error)
@@ -385,7 +347,8 @@ class Assembly:
             continues=tuple(left.goes_on),
         )
         driver.when_failing(self._failing)
-        self._driver, self._inbox = driver, inbox
+        self._driver = driver
+        self.stopping.drives(driver, inbox)
         with _calm_gc():
             return await driver.run(
                 opened,
@@ -486,14 +449,14 @@ class Assembly:
 
     async def _close_children(self) -> None:
         """The trainer ends by itself, having saved, once the run's status says so; engines are simply stopped."""
-        self._ending = True
+        self.stopping.closes()
         if not self.children:
             return
-        save_s = self._save_s()
+        save_s = self.stopping.save_s(done=self._status.status.status == "done")
         closing = asyncio.gather(
-            *(c.close(_TERM_S, finish_s=save_s if c.name == "trainer" else 0.0) for c in self.children)
+            *(c.close(TERM_S, finish_s=save_s if c.name == "trainer" else 0.0) for c in self.children)
         )
-        hurry = asyncio.create_task(self._hurry.wait())
+        hurry = asyncio.create_task(self.stopping.hurry.wait())
         try:
             await asyncio.wait((closing, hurry), return_when=asyncio.FIRST_COMPLETED)
             if not closing.done():
@@ -502,14 +465,6 @@ class Assembly:
             await closing
         finally:
             hurry.cancel()
-
-    def _save_s(self) -> float:
-        """Seconds the trainer may take to end by itself."""
-        if self._status.status.status == "done":
-            return _SAVE_S
-        if not self._stops:
-            return _FAILED_SAVE_S
-        return max(0.0, self._stop_by - asyncio.get_running_loop().time() - _TERM_S)
 
     # ── where things are ──
 
@@ -521,104 +476,35 @@ class Assembly:
 
     # ── stopping ──
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Ctrl-C once drains and saves, twice stops at once; SIGTERM is the first of them."""
-        if threading.current_thread() is not threading.main_thread():
-            yield  # signals reach the main thread alone; whoever runs us in another looks after them
-            return
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        heard, at = 0, 0.0
-
-        def hear(number: int, _frame: object) -> None:
-            # Not in the loop: code of an environment may be holding that up, for ever even.
-            nonlocal heard, at
-            if heard and time.monotonic() - at < _SAME_SIGNAL_S:
-                return
-            heard, at = heard + 1, time.monotonic()
-            self._cut_off_in(self.config.run.drain_s + _HARD_S if heard == 1 else _TERM_S + _HARD_S)
-            loop.call_soon_threadsafe(self._stop, names[signal.Signals(number)], task)
-
-        names = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
-        before = {number: signal.signal(number, hear) for number in names}
-        self._hears = True
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _stop(self, name: str, task: asyncio.Task[Any] | None) -> None:
-        self._stops += 1
-        if self._stops > 1:
-            self._abandon(f"{name} a second time", _TERM_S + _HARD_S)
-            return
-        loop = asyncio.get_running_loop()
-        limit = self.config.run.drain_s
-        self._stop_by = loop.time() + limit
-        if self._inbox is not None:
-            self._inbox.post(on.ShutdownRequested(name))
-        elif task is not None and not self._ending:
-            task.cancel()
-        loop.call_later(
-            limit, self._abandon, f"work did not stop within run.drain_s, {limit:g} s, after {name}", _HARD_S
-        )
-
-    def _abandon(self, why: str, within_s: float) -> None:
-        self._cut_off_in(within_s)
-        self._hurry.set()
-        if self._driver is not None:
-            self._driver.fail(StoppedTwice(why))
-
     def _failing(self, error: BaseException) -> None:
         if self._room is not None:
             self._room.close()
         if self._kept is not None:
             self._kept.give_up()  # the end of the run waits for no disk
-        if not self._stops:
-            if isinstance(error, asyncio.CancelledError):
-                error = self._cancelled_by_code()
-            if self._cut_off is not None:
-                self._cut_off.cause = error
-            self._cut_off_in(_FAILED_S)
-
-    def _cancelled_by_code(self) -> EnvError:
-        if self._intrusion is None:
-            self._intrusion = self._ended_by_code("the run's own task was cancelled")
-        return self._intrusion
-
-    def _ended_by_code(self, what: str) -> EnvError:
-        names = ", ".join(dict.fromkeys(section.id for section in self._env_sections))
-        return EnvError(
-            f"{what} by code that runs in this process, and the run cannot go on: environments ({names}), algorithms and "
-            "services may end and cancel what they started, and nothing else (no sys.exit, no asyncio.all_tasks())"
-        )
+        self.stopping.failing(error)
 
     def _still_limit_s(self) -> float:
         """Longer than the deadline of any rollout: one that blocks the loop cannot be cut at it."""
         limits = [section.limits for section in self._env_sections]
         return max(limit.deadline_s + limit.score_s for limit in limits) + _STILL_S
 
-    def _still(self, say: Say) -> Callable[[float, str], None]:
-        def tell(seconds: float, place: str) -> None:
-            say(
-                f"warning: the event loop has stood still for {seconds:.0f} s, at {place}: code there blocks all rollouts; "
-                "await instead, or run it with ctx.in_thread"
-            )
-
-        return tell
-
     def _still_too_long(self, seconds: float, place: str) -> None:
-        if self._cut_off is not None:
-            self._cut_off.cause = EnvError(
+        self.stopping.cut_off_now(
+            EnvError(
                 f"the event loop has stood still for {seconds:.0f} s, longer than any rollout may take, at {place}: code "
                 "there blocks all rollouts; await instead, or run it with ctx.in_thread"
             )
-            self._cut_off.within(0.0)
+        )
 
-    def _cut_off_in(self, seconds: float) -> None:
-        if self._cut_off is not None:
-            self._cut_off.within(seconds)
+
+def _still(say: Say) -> Callable[[float, str], None]:
+    def tell(seconds: float, place: str) -> None:
+        say(
+            f"warning: the event loop has stood still for {seconds:.0f} s, at {place}: code there blocks all rollouts; "
+            "await instead, or run it with ctx.in_thread"
+        )
+
+    return tell
 
 
 def _unsaid(_text: str) -> None:
@@ -627,44 +513,6 @@ def _unsaid(_text: str) -> None:
 
 def _bytes(mb: float) -> int:
     return max(1, round(mb * 1e6))
-
-
-class CutOff:
-    """Ends this process when a run does not stop: a thread that hangs in somebody's code cannot be ended otherwise.
-
-    What is on disk stays as it is, and a resumed run goes on from there.
-    """
-
-    def __init__(self, status: StatusFile, children: list[ChildProcess]) -> None:
-        self._status, self._children = status, children
-        self._timer: threading.Timer | None = None
-        self.cause: BaseException | None = None
-        """What ended the run, when that is known and its work is still being stopped."""
-
-    def within(self, seconds: float) -> None:
-        """Not later than that; a later call sets a new time."""
-        self.off()
-        self._timer = threading.Timer(seconds, self._end, (seconds,))
-        self._timer.daemon = True
-        self._timer.start()
-
-    def off(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _end(self, seconds: float) -> None:
-        why = f"something did not stop within {seconds:g} s, and was cut off"
-        if self.cause is not None:
-            self._status.fail(self.cause)
-        before = self._status.status
-        code = self._status.finish("stopped", why, code=INTERRUPTED)
-        if code == 0:  # it had ended, but for what does not stop
-            code = self._status.exits_with(INTERRUPTED)
-        for child in self._children:
-            child.kill()
-        told = f"{before.reason} ({why})" if before.reason else why
-        print(f"error: {printable(told)}", file=sys.stderr, flush=True)
-        os._exit(code)
 
 
 class Phases:
@@ -688,23 +536,6 @@ class Phases:
             self._under_way.remove(what)
             if self._under_way:
                 self._tell(", ".join(self._under_way))
-
-
-@contextlib.contextmanager
-def _unstoppable(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-    """Refuse `loop.stop()` to code that runs in it: it would end the run in the middle of everything, without a word."""
-
-    def refuse() -> None:
-        place = place_of(sys._getframe(1)) or "an unknown place"
-        raise EnvError(
-            f"loop.stop() at {place} is not for code that runs in the loop: the whole run is in it"
-        )
-
-    loop.stop = refuse  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del loop.stop
 
 
 @contextlib.contextmanager

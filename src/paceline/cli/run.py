@@ -183,9 +183,10 @@ def execute(
     may_exit: bool = False,
 ) -> Outcome:
     """Run in an opened run directory. Errors are told and become the status."""
-    from paceline.cli.assemble import Assembly, Stopped, StoppedTwice
+    from paceline.cli.assemble import Assembly
     from paceline.cli.disk import disk_use
     from paceline.cli.status import INTERRUPTED, StatusFile
+    from paceline.cli.stopping import Stopped, StoppedTwice
     from paceline.observe.live import open_view
     from paceline.observe.monitor import Monitor
     from paceline.observe.run import RunFolds, summary
@@ -236,7 +237,7 @@ def execute(
         except (PacelineError, OSError) as failure:
             error, code = failure, status.fail(failure)
         finally:
-            assembly.close()
+            assembly.stopping.close()
         _write_report(run_dir)
     if error is not None:
         _say(f"error: {status.status.reason}")
