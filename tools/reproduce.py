@@ -80,10 +80,14 @@ def latencies() -> list[Row]:
     ]
 
 
-def run(name: str, seeds: int, policies: Sequence[str], processes: int) -> list[Cell]:
+def run(
+    name: str, seeds: int, policies: Sequence[str], processes: int, steps: int | None = None
+) -> list[Cell]:
     study = load_study(ROOT / "examples" / "studies" / f"{name}.toml")
     data = study.model_dump()
     data["study"] |= {"seeds": seeds, "sample_s": None}
+    if steps is not None:
+        data["study"]["steps"] = steps
     data["policy"] = [policy for policy in data["policy"] if policy["name"] in policies]
     return simulate(StudyConfig.model_validate(data), processes=processes)
 
@@ -115,16 +119,18 @@ def s10(seeds: int, processes: int) -> list[Row]:
 
 
 def s1(seeds: int, processes: int) -> list[Row]:
-    policies = ("synchronous", "tail-rounds", "unbiased-tail", "overprovision-discard", "overlap-2")
+    policies = ("synchronous", "tail-rounds", "overprovision-discard", "overlap-2")
     cells = run("s1-rollpacker-16k", seeds, policies, processes)
+    # What is put off comes back every nine steps or so: three such cycles.
+    cycles = run("s1-rollpacker-16k", seeds, ("tail-rounds", "unbiased-tail"), processes, steps=30)
     return [
         Row("S1 synchronous rollout, s (fitted)", "277", mean(cells, "synchronous", "rollout_s"), 235, 319, "{:.0f}"),
         Row("S1 tail rounds, rollout, times as fast", "3.15", ratio(cells, "rp-16k", "tail-rounds", "rollout_s"), 2.68, 3.62),
         Row("S1 tail rounds, mean length trained", "claims 0", mean(cells, "tail-rounds", "length_mean"), -0.40, -0.26),
         Row("S1 race without keeping, mean length trained", "", mean(cells, "overprovision-discard", "length_mean"), -0.45, -0.30),
-        Row("S1 `unbiased_tail`, rollout of 1,024, by that of tail rounds", "", ratio(cells, "rp-16k", "tail-rounds", "rollout_s_per_1024", "unbiased-tail"), 0.0, 1.05),
-        Row("S1 `unbiased_tail`, mean length trained", "", mean(cells, "unbiased-tail", "length_mean"), -0.01, 0.01, "{:.3f}"),
-        Row("S1 `unbiased_tail`, staleness", "", mean(cells, "unbiased-tail", "staleness_max"), 0, 0, "{:.0f}"),
+        Row("S1 `unbiased_tail`, rollout of 1,024, by that of tail rounds", "", ratio(cycles, "rp-16k", "tail-rounds", "rollout_s_per_1024", "unbiased-tail"), 0.0, 1.05),
+        Row("S1 `unbiased_tail`, mean length trained", "", mean(cycles, "unbiased-tail", "length_mean"), -0.01, 0.01, "{:.3f}"),
+        Row("S1 `unbiased_tail`, staleness", "", mean(cycles, "unbiased-tail", "staleness_max"), 0, 0, "{:.0f}"),
         Row("S1 overlap, lag 2, step, times as fast", "", ratio(cells, "rp-16k", "overlap-2", "step_s"), 2.0, 4.5),
     ]  # fmt: skip
 

@@ -49,6 +49,24 @@ def test_what_was_cut_off_is_known_to_be_longer() -> None:
     assert env.predict().beyond(cut) == pytest.approx(0.2, abs=0.04)
 
 
+def test_what_comes_back_after_its_siblings_are_forgotten_does_not_make_all_look_long() -> None:
+    lengths = draw(2, 400, 8)
+    cut = float(np.quantile(lengths, 0.9))
+    env = taught(lengths, cut)
+    before = env.predict()
+    late = [(group, member) for group, row in enumerate(lengths) for member, n in enumerate(row) if n > cut]
+    ended = env.ended
+    for group, member in late:
+        env.end(group, member, int(lengths[group, member]), is_runaway=False, returns=True)
+    env.fit()
+    after = env.predict()
+    assert env.ended == ended + len(late)
+    assert env.limit == int(lengths.max())
+    # Those that are remembered are known exactly now, instead of by their beginning.
+    assert after.beyond(cut) == pytest.approx(before.beyond(cut), abs=0.03)
+    assert after.mean == pytest.approx(before.mean, abs=0.1)
+
+
 def test_siblings_narrow_and_move_the_prediction() -> None:
     env = taught(draw(3, 120, 8))
     before = env.predict(10_000)

@@ -208,6 +208,43 @@ def test_the_rest_of_a_group_is_compared_with_the_siblings_that_were_on_time() -
     assert seen > 10
 
 
+class NotedRounds(UnbiasedTail):
+    """Notes of each batch whether its round was for the late, when its rollouts were started, and what then waits."""
+
+    def __init__(self) -> None:
+        super().__init__(9, "pinned")
+        self.noted: list[tuple[bool, int]] = []
+
+    def batch_cut(self) -> None:
+        super().batch_cut()
+        self.noted.append((self.is_late, sum(kept.size for kept in self.desk.kept.values())))
+
+
+def test_a_round_starts_what_will_be_put_off_on_top_so_that_one_wave_fills_the_batch() -> None:
+    policy = NotedRounds()
+    world = run(policy, steps=60)
+    times = {at for at, _, cs in world.trace.journal for c in cs if isinstance(c, do.StartRollout)}
+    began, waves = 0.0, []
+    for (was_late, _), cut in zip(policy.noted, world.trace.shipped_at, strict=True):
+        if not was_late:
+            waves.append(sum(began <= at < cut for at in times))
+        began = cut
+    known = waves[5:]  # the share that is put off must be seen before it can be reckoned with
+    assert len(known) > 40
+    assert sum(n > 1 for n in known) < 0.15 * len(known)
+    # A few more than a batch then train, not many.
+    sizes = [len(b.rollouts) for b in world.trace.batches]
+    assert sum(sizes) / len(sizes) < 1.35 * 24
+
+
+def test_the_round_of_the_late_is_for_all_of_them() -> None:
+    policy = NotedRounds()
+    run(policy, steps=60)
+    after = [waiting for was_late, waiting in policy.noted if was_late]
+    assert len(after) >= 4
+    assert set(after) == {0}
+
+
 def test_a_group_that_is_late_as_a_whole_comes_back_as_a_whole() -> None:
     world = run(UnbiasedTail(1, "pinned"), steps=12)  # nobody finishes within a token
     account = world.core.account.of("train", "env")

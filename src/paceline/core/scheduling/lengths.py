@@ -198,25 +198,34 @@ class EnvLengths:
         of.running[member] = math.log(tokens)
         of.stamp += 1
 
-    def end(self, group: GroupId, member: int, tokens: int, *, is_runaway: bool) -> None:
-        """A member ended by itself (or at its limit, which makes it a runaway)."""
+    def end(
+        self, group: GroupId, member: int, tokens: int, *, is_runaway: bool, returns: bool = False
+    ) -> None:
+        """A member ended by itself (or at its limit, which makes it a runaway). `returns`: it was cut off before."""
         if tokens < 1:
+            return
+        if returns and group not in self._groups:
+            # The siblings that were on time are forgotten: taken for a group, the late ones would make all look long.
+            self._count(tokens, is_runaway)
             return
         of = self._group(group)
         of.running.pop(member, None)
         if self.knows:
             self.calibration.judge(self.predict(group), tokens, is_runaway)
         of.stamp += 1
-        self.ended += 1
-        self.limit = max(self.limit, float(tokens))
+        self._count(tokens, is_runaway)
         if is_runaway:
-            self.runaways += 1
             of.runaways += 1
         else:
             of.ended[member] = math.log(tokens)
         self._since += 1
         if self._since >= self._refit or self.ended == ENOUGH:
             self.fit()
+
+    def _count(self, tokens: int, is_runaway: bool) -> None:
+        self.ended += 1
+        self.runaways += is_runaway
+        self.limit = max(self.limit, float(tokens))
 
     # ── what is answered ──
 

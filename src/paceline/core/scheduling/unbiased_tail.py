@@ -9,12 +9,13 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import Any, Final, Literal
 
 from paceline.core.flights import Flight
 from paceline.core.groups import OpenGroup
 from paceline.core.scheduling.base import Rounds
-from paceline.core.scheduling.lengths import Lengths
+from paceline.core.scheduling.lengths import ENOUGH, Lengths
 from paceline.domain.commands import PutOff
 from paceline.domain.group import GroupResult
 from paceline.domain.ids import EnvName, GroupId, Version
@@ -26,6 +27,12 @@ _SHARES: Final = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 
 
 _MEMORY: Final = 1000.0
 """Rollouts over which the mean reward is taken."""
+
+_LATEST: Final = 2048
+"""Rollouts by which the share beyond a cut-off is reckoned."""
+
+_SPREADS: Final = 2.0
+"""Standard deviations of what is put off that a round starts beyond its mean: one round in forty needs a second wave."""
 
 
 def _alone(group: OpenGroup) -> tuple[float, ...]:
@@ -50,11 +57,13 @@ class UnbiasedTail(Rounds):
         self.is_late = False
         """Whether this round is for those that were put off."""
         self._limit = 0
-        """Rollouts of this round: a batch, and what will probably be put off."""
+        """Rollouts that this round starts: a batch, and what will probably be put off."""
         self._gone = 0
         """Put off in this round."""
         self._rewards: dict[EnvName, tuple[float, float]] = {}
         """Mean reward of the latest rollouts, and how many they are."""
+        self._latest: dict[EnvName, deque[float]] = {}
+        """Tokens of the latest rollouts; of those that were put off, endless."""
         self._late: dict[GroupId, OpenGroup] = {}
         """`resume`: open groups of which members are held."""
         self._split: dict[GroupId, GroupId] = {}
@@ -77,12 +86,10 @@ class UnbiasedTail(Rounds):
     def places(self) -> int:
         if not self.is_open:
             return 0
-        taken = self.desk.pacing.taken
-        first = self._limit - self._gone - taken
-        if first > 0 and not self.is_late:
-            return first
-        # A second wave only when the first is over, and has not filled the batch.
-        return self.batch - taken if self.is_late or self.is_quiet else 0
+        if self.is_late:
+            # All of them come back, so that the batches since the last such round are, together, as if nothing was cut.
+            return sum([kept.size for kept in self.desk.kept.values()]) or self.batch - self.desk.pacing.taken
+        return self._limit - self._gone - self.desk.pacing.taken
 
     def open_round(self) -> None:
         desk = self.desk
@@ -90,18 +97,13 @@ class UnbiasedTail(Rounds):
             if lengths.ended:
                 desk.note_lengths(env, lengths)
         waiting = self._waiting
-        self.is_late = waiting >= self.batch or (waiting > 0 and desk.out_of_tasks)
         self._gone = 0
-        self._limit = self.batch
         self.cutoffs = {spec.name: self._cutoff(spec.name) for spec in desk.setup.train}
-        if self.is_late:
-            self._let_go_on()
-            return
-        share = self._share_late()
-        # What will be put off is started on top, and as much more as it may vary by: a second wave would take a round.
-        self._limit += math.ceil(
-            share / (1 - share) * self.batch + math.sqrt(self.batch * share / (1 - share))
-        )
+        if waiting >= self.batch or (waiting > 0 and desk.out_of_tasks):
+            self._begin_late()
+        else:
+            self.is_late = False
+            self._limit = self._to_start(self.batch)
 
     def next_put_off(self) -> PutOff | None:
         if self.is_late or self.desk.out_of_tasks:
@@ -110,12 +112,38 @@ class UnbiasedTail(Rounds):
 
     def advance(self) -> None:
         super().advance()
-        if not self.is_open or self.is_late or not (self.desk.kept or self._late) or not self.is_quiet:
+        if not self.is_open or self.is_late or not self.is_quiet:
             return
-        if self._waiting >= self.batch or self.desk.out_of_tasks:
-            # The round is over and has not filled its batch: most of it was put off, or nothing fresh is left.
-            self.is_late = True
-            self._let_go_on()
+        desk, waiting = self.desk, self._waiting
+        taken = desk.pacing.taken
+        if taken >= self.batch or (self.places() > 0 and not desk.out_of_tasks):
+            return
+        # Everything has stopped, and the batch is not full.
+        if (desk.out_of_tasks and waiting) or (waiting >= self.batch and 2 * taken < self.batch):
+            self._begin_late()  # nothing fresh is left, or most of what is fresh is put off
+        else:
+            self._limit = self._gone + taken + self._to_start(self.batch - taken)
+
+    def _begin_late(self) -> None:
+        self.is_late = True
+        self._limit = self.desk.pacing.taken + self._waiting
+        self._let_go_on()
+
+    def _to_start(self, on_time: int) -> int:
+        """Fresh rollouts to start for that many on time.
+
+        What will be put off comes on top, and twice as much as that may vary by, for a further wave takes as long as the
+        round: a few more than a batch are on time then, and train. Siblings are late together, which counts as fewer.
+        """
+        share = self._share_late()
+        more = on_time * share / (1 - share)
+        alike = max([self._likeness(spec.name) * (spec.group_size - 1) for spec in self.desk.setup.train])
+        return on_time + math.ceil(more + _SPREADS * math.sqrt(more * (1 + alike)))
+
+    def _likeness(self, env: EnvName) -> float:
+        """Share of the variance of log lengths that siblings have in common; 0 when it is not known."""
+        lengths = self.lengths.of(env)
+        return lengths.between / (lengths.between + lengths.within) if lengths.knows else 0.0
 
     # ── the cut-off ──
 
@@ -143,17 +171,24 @@ class UnbiasedTail(Rounds):
 
     def _share_late(self) -> float:
         """Share of the rollouts of a round that will be put off, as far as is known; at most a half."""
-        known = [
-            (self.lengths.of(spec.name), self.cutoffs[spec.name], spec.source.weight)
-            for spec in self.desk.setup.train
-        ]
-        total = sum(weight for _, _, weight in known)
-        late = sum(
-            weight * lengths.predict().beyond(cutoff)
-            for lengths, cutoff, weight in known
-            if cutoff is not None and lengths.knows
-        )
+        total = late = 0.0
+        for spec in self.desk.setup.train:
+            cutoff = self.cutoffs[spec.name]
+            total += spec.source.weight
+            if cutoff is not None:
+                late += spec.source.weight * self._beyond(spec.name, cutoff)
         return min(0.5, late / total)
+
+    def _beyond(self, env: EnvName, cutoff: int) -> float:
+        """P(length > cut-off): as was seen, or before enough was seen, as a resumed run has learnt it."""
+        latest = self._latest.get(env, ())
+        if len(latest) >= ENOUGH:
+            return sum([tokens > cutoff for tokens in latest]) / len(latest)
+        lengths = self.lengths.of(env)
+        return lengths.predict().beyond(cutoff) if lengths.knows else 0.0
+
+    def _saw(self, env: EnvName, tokens: float) -> None:
+        self._latest.setdefault(env, deque(maxlen=_LATEST)).append(tokens)
 
     def _cutoff_of(self, flight: Flight) -> int | None:
         """Its cut-off; none for one that has been put off before."""
@@ -178,6 +213,7 @@ class UnbiasedTail(Rounds):
         if cutoff is None or flight.sampled < cutoff:
             return
         self.lengths.of(flight.task.env).cut_off(flight.id.group, flight.id.member, flight.sampled)
+        self._saw(flight.task.env, math.inf)
         self._gone += 1
         why = f"it has sampled {flight.sampled} tokens, and the cut-off of this round is {cutoff}"
         if self._is_pinned:
@@ -195,11 +231,14 @@ class UnbiasedTail(Rounds):
     def rollout_ended(self, flight: Flight, rollout: Rollout, group: OpenGroup) -> None:
         if rollout.outcome.ending in ("completed", "truncated"):
             group_id, member = rollout.id.group, rollout.id.member
+            returns = group.put_off is not None or flight.mark > 0
             if group.put_off is not None and group.put_off.again:
                 group_id, member, _ = group.put_off.again[member]
             is_runaway = rollout.outcome.cause in ("tokens", "context")
             lengths = self.lengths.of(rollout.task.env)
-            lengths.end(group_id, member, flight.sampled, is_runaway=is_runaway)
+            lengths.end(group_id, member, flight.sampled, is_runaway=is_runaway, returns=returns)
+            if not returns:
+                self._saw(rollout.task.env, flight.sampled)
             if rollout.reward is not None and math.isfinite(rollout.reward):
                 mean, seen = self._rewards.get(rollout.task.env, (0.0, 0.0))
                 seen = min(seen + 1, _MEMORY)
