@@ -31,10 +31,12 @@ from paceline.domain.rollout import Rollout
 from paceline.errors import EngineBusy, EngineUnavailable, InvariantError, PacelineError, said_by
 from paceline.ports import BatchSink, Engine, Journal, PolicySource
 from paceline.runtime.inbox import Gates, Inbox
+from paceline.runtime.model import Launch
 from paceline.runtime.offload import Offload, is_cancelled
 from paceline.runtime.processor import GroupProcessor
 from paceline.runtime.room import Room
 from paceline.runtime.runner import RolloutRunner
+from paceline.runtime.starts import Starts
 from paceline.runtime.watch import TrainerWatch
 
 _Decision: TypeAlias = tuple[float, Event, Sequence[Command]]
@@ -145,9 +147,10 @@ class Driver:
         self._background: list[tuple[str, Callable[[], Coroutine[Any, Any, None]]]] = []
         self._tasks = asyncio.TaskGroup()
         self._trainer = TrainerWatch(step_limit_s, self.fail, trained=core.trained)
+        self._starts = Starts(self._begin_rollout)
         self._perform: dict[type, Callable[[Any], None]] = {
-            do.StartRollout: self._start_rollout,
-            do.ContinueRollout: self._start_rollout,
+            do.StartRollout: self._starts.add,
+            do.ContinueRollout: self._starts.add,
             do.GrantTurn: gates.open,
             do.CancelRollout: self._cancel_rollout,
             do.ParkRollout: self._park_rollout,
@@ -251,6 +254,7 @@ class Driver:
         if not self._finish.done():
             self._failure = error
             self._finish.set_exception(error)
+            self._starts.drop()
 
     def when_failing(self, tell: Callable[[BaseException], None]) -> None:
         """Call `tell` as soon as an error, or a cancellation, ends the run: work is still being stopped then."""
@@ -276,6 +280,7 @@ class Driver:
         if self._failure is not None:
             events.clear()  # of what is being stopped: there is nothing left to decide
             return
+        self._starts.decide()
         until = perf_counter() + self._slice_s
         try:
             while events:
@@ -331,10 +336,10 @@ class Driver:
 
     # ── commands ──
 
-    def _start_rollout(self, command: do.StartRollout | do.ContinueRollout) -> None:
+    def _begin_rollout(self, command: Launch) -> None:
         self._tasks.create_task(self._roll_out(command), context=self._context.copy())
 
-    async def _roll_out(self, command: do.StartRollout | do.ContinueRollout) -> None:
+    async def _roll_out(self, command: Launch) -> None:
         try:
             rollout = await self._runner.run(command)
         except Exception as error:  # it answers with a record, whatever happens: this is our bug
@@ -344,6 +349,7 @@ class Driver:
         self._inbox.post(on.RolloutEnded(rollout))
 
     def _cancel_rollout(self, command: do.CancelRollout) -> None:
+        self._starts.hurry(command.rollout)
         self._runner.cancel(command.rollout, command.cause)
 
     def _park_rollout(self, command: do.ParkRollout) -> None:
