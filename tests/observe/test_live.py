@@ -16,19 +16,13 @@ from paceline.domain.commands import FinishRun, NoteDead, NoteOutage, ShipBatch
 from paceline.domain.ids import RolloutId
 from paceline.domain.rollout import Outcome, Rollout
 from paceline.domain.task import TaskRef
-from paceline.observe.live import (
-    LiveView,
-    News,
-    PlainView,
-    one_line,
-    open_view,
-    row_text,
-    sparkline,
-    spread,
-)
+from paceline.observe.drawing import sparkline, spread
+from paceline.observe.live import LiveView, open_view
 from paceline.observe.monitor import Monitor
+from paceline.observe.plain import PlainView
 from paceline.observe.rows import Row
 from paceline.observe.run import RunFolds, held_out, summary
+from paceline.observe.told import News, one_line, row_text
 
 
 def watch(world: World, view_of: object, share: float = 1.0) -> RunFolds:
