@@ -100,7 +100,6 @@ class _Engine:
         "tokens",
         "tokens_ever",
         "tokens_sum",
-        "yields",
     )
 
     def __init__(self, start: float | None, group: int) -> None:
@@ -127,7 +126,6 @@ class _Engine:
         self.forecast = Forecast()
         self.prefill_s = 0.0
         """Of one prompt token that is not cached, as the fit has it."""
-        self.yields: Yield | None = None
         self.guide = 1.0
         """Factor on contexts, from hit rates seen."""
         self.last = 0.0
@@ -310,7 +308,8 @@ class PredictiveCap(Admission):
         self._learn_speed(state, load)
         for env in self._envs.values():
             env.fade()
-        if state.capacity is None or state.limit is None or not self._knows_enough(state):
+        capacity, limit = state.capacity, state.limit
+        if capacity is None or limit is None or not self._knows_enough(state):
             self._grow_blindly(state, engine, load)
             return
         profile = self._profile(state, engine, now)
@@ -320,10 +319,10 @@ class PredictiveCap(Admission):
         state.half_call = profile.sampled / 2
         speed = state.fit.solve()
         state.prefill_s = speed.prefill
-        state.yields = solve(heavier, speed, state.capacity * USABLE, self._bounds.most, self._risk)
-        self._move_cap(state, profile, now)
-        self._guide(state, engine, load, preempted, now)
-        self._look_ahead(state, engine, profile, now)
+        yields = solve(heavier, speed, capacity * USABLE, self._bounds.most, self._risk)
+        state.limit = limit = self._moved(state, limit, yields, profile, now)
+        self._guide(state, engine, load, yields.hits_at(limit), yields.hits_at(engine.active), preempted, now)
+        self._look_ahead(state, engine, profile, limit, capacity, now)
         state.cached = state.prefix = 0
 
     def _learn_capacity(self, state: _Engine, engine: Holdings, load: EngineLoad) -> None:
@@ -387,36 +386,40 @@ class PredictiveCap(Admission):
         ]
         return _mixed(known)
 
-    def _move_cap(self, state: _Engine, profile: Profile, now: float) -> None:
-        assert state.yields is not None
-        assert state.limit is not None
-        best = float(state.yields.best)
+    def _moved(self, state: _Engine, limit: float, yields: Yield, profile: Profile, now: float) -> float:
+        """The limit, a step nearer to what yields most."""
+        best = float(yields.best)
         passed, state.moved_at = now - state.moved_at, now
         if state.settled:
-            state.limit += (best - state.limit) * (1.0 - exp(-max(0.0, passed) / SMOOTH_S))
+            limit += (best - limit) * (1.0 - exp(-max(0.0, passed) / SMOOTH_S))
         else:
-            state.limit, state.settled = best, True
-        state.limit = self._bounds.clamp(state.limit)
+            limit, state.settled = best, True
         state.reason = (
-            f"yields most with {state.yields.best}: contexts of {profile.context:.0f} tokens, "
-            f"hit rate {state.yields.hits_at(best):.0%}"
+            f"yields most with {yields.best}: contexts of {profile.context:.0f} tokens, "
+            f"hit rate {yields.hits_at(best):.0%}"
         )
+        return self._bounds.clamp(limit)
 
-    def _guide(self, state: _Engine, engine: Holdings, load: EngineLoad, preempted: int, now: float) -> None:
-        """Compare the hit rate with what was expected; take rollouts off when it has collapsed."""
-        yields = state.yields
-        assert yields is not None
-        assert state.limit is not None
+    def _guide(
+        self,
+        state: _Engine,
+        engine: Holdings,
+        load: EngineLoad,
+        at_limit: float,
+        expected: float,
+        preempted: int,
+        now: float,
+    ) -> None:
+        """Compare the hit rate with what was `expected` of so many rollouts; take some off when it has collapsed, far
+        below what there would be `at_limit`."""
         if state.prefix <= 0:
             return
-        seen = state.cached / state.prefix
-        expected = yields.hits_at(engine.active) * self._cacheable()
+        seen, cacheable = state.cached / state.prefix, self._cacheable()
         low, high = GUIDE_BOUNDS
-        state.guide = min(high, max(low, state.guide ** (1.0 - FORGET) * exp(GUIDE * (expected - seen))))
+        wrong = expected * cacheable - seen
+        state.guide = min(high, max(low, state.guide ** (1.0 - FORGET) * exp(GUIDE * wrong)))
+        thrashes = seen < at_limit * cacheable - THRASH or preempted or load.waiting
         excess = engine.active - self.cap(engine.id)
-        thrashes = (
-            seen < yields.hits_at(state.limit) * self._cacheable() - THRASH or preempted or load.waiting
-        )
         if excess > max(1, engine.active // 20) and thrashes and now >= state.shed_at + SHED_EVERY_S:
             state.shed, state.shed_at = excess, now
 
@@ -425,10 +428,10 @@ class PredictiveCap(Admission):
         prompts = sum(env.prompt_tokens for env in self._envs.values())
         return 1.0 - sum(env.new_tokens for env in self._envs.values()) / prompts if prompts else 1.0
 
-    def _look_ahead(self, state: _Engine, engine: Holdings, profile: Profile, now: float) -> None:
+    def _look_ahead(
+        self, state: _Engine, engine: Holdings, profile: Profile, limit: float, capacity: float, now: float
+    ) -> None:
         """How many may start until the next reading, going by the rollouts that are really there."""
-        assert state.limit is not None
-        assert state.capacity is not None
         flights = [f for f in engine.flights.values() if not f.parked]
         pace = state.sampled / state.seconds if state.seconds else 0.0
         contexts = np.array([f.context + (now - f.granted_at) * pace * f.calling for f in flights])
@@ -439,9 +442,9 @@ class PredictiveCap(Admission):
             growth = float((contexts - profile.first).clip(0.0).sum() / ages.sum())
         mean = sum(durations) / len(durations) if durations else HORIZON_S / 2
         pinned = state.pinned / max(1, len(flights))
-        most = PINNED * state.capacity / max(pinned, 1e-3)
-        steady = state.limit * (profile.context + profile.sampled / 2)
-        swing = SWING * sqrt(state.limit) * sqrt(profile.sd**2 + profile.sampled_sq / 12)
+        most = PINNED * capacity / max(pinned, 1e-3)
+        steady = limit * (profile.context + profile.sampled / 2)
+        swing = SWING * sqrt(limit) * sqrt(profile.sd**2 + profile.sampled_sq / 12)
         state.starts = state.forecast.room_for(
             ages,
             contexts,
@@ -452,7 +455,7 @@ class PredictiveCap(Admission):
             bound=min(steady + swing, most),
             now=now,
         )
-        self._pace(state, durations, min(state.limit, state.limit * most / steady))
+        self._pace(state, durations, min(limit, limit * most / steady))
         state.sampled *= 0.9
         state.seconds *= 0.9
 
