@@ -13,7 +13,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeAlias
 
@@ -39,6 +39,7 @@ def rows() -> list[dict[str, Any]]:
     """The benchmark's rows: name, value, unit, target, ok, note."""
     ms, per_s = measure(_engine)
     theirs, _ = measure(_httpx)
+    streamed, _ = measure(_streams, REPLIES // 8)
     note = f"{TOKENS}-token replies with ids and logprobs, {PROMPT} prompt ids, {CONCURRENCY} in flight"
     most = TARGET_MS / HTTPX_MS
     over = f"target: {TARGET_MS:g} ms over the {HTTPX_MS:g} ms of httpx it was set with"
@@ -48,6 +49,13 @@ def rows() -> list[dict[str, Any]]:
         ),
         _row("httpx_ms_per_reply", theirs, "ms CPU", None, "the same through httpx and json"),
         _row("client_over_httpx", ms / theirs, "x", most, over),
+        _row(
+            "client_streamed_over_whole",
+            streamed / ms,
+            "x",
+            None,
+            "the reply as one event a token, told as it comes",
+        ),
     ]
 
 
@@ -99,8 +107,12 @@ async def _round(ask: Ask, replies: int) -> tuple[float, float]:
     return (time.process_time() - cpu) / replies * 1e3, replies / (time.perf_counter() - wall)
 
 
+def _streams(url: str) -> AbstractAsyncContextManager[Ask]:
+    return _engine(url, tell=lambda ids: None)
+
+
 @asynccontextmanager
-async def _engine(url: str) -> AsyncIterator[Ask]:
+async def _engine(url: str, tell: Callable[[Sequence[int]], None] | None = None) -> AsyncIterator[Ask]:
     ids = np.arange(1, PROMPT + 1, dtype=np.int32) * 97
     sampling = SamplingParams(max_tokens=TOKENS, seed=1)
     engine = await connect(url, id="bench", served_name="policy", max_connections=CONCURRENCY)
@@ -113,6 +125,7 @@ async def _engine(url: str) -> AsyncIterator[Ask]:
                 sampling=sampling,
                 session=f"g{number}",
                 cache_salt="v3",
+                tell=tell,
             )
         )
         return reply.token_ids, reply.logprobs
@@ -170,11 +183,24 @@ def _reply(tokens: int) -> bytes:
     return json.dumps(reply, separators=(",", ":")).encode()
 
 
+def _stream(whole: bytes) -> bytes:
+    """The same reply as the events of a stream, one a token."""
+    choice = json.loads(whole)["choices"][0]
+    events = []
+    for token, entry in zip(choice["token_ids"], choice["logprobs"]["content"], strict=True):
+        part = {"index": 0, "token_ids": [token], "logprobs": {"content": [entry]}, "finish_reason": None}
+        events.append({"request_id": "x", "choices": [part]})
+    events[-1]["choices"][0] |= {key: choice[key] for key in ("finish_reason", "weight_versions")}
+    told = [b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n" for event in events]
+    return b"".join(told) + b"data: [DONE]\n\n"
+
+
 class _Server(asyncio.Protocol):
     """Enough of HTTP to answer a client that sends one request at a time on a connection."""
 
     _models = b'{"data":[{"id":"policy","max_model_len":32768}]}'
     _long, _short = _reply(TOKENS), _reply(1)
+    _events = _stream(_long)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport: Any = transport
@@ -188,14 +214,18 @@ class _Server(asyncio.Protocol):
         if not ended or len(body) < needed:
             return
         self._data, path, status = b"", head.split(b" ", 2)[1], b"200 OK"
+        kind = b"application/json"
         if path == b"/inference/v1/generate":
             content = self._short if b'"max_tokens":1,' in body else self._long
+            if b'"stream":true' in body:
+                content, kind = self._events, b"text/event-stream"
         elif path == b"/v1/models":
             content = self._models
         else:
             content, status = b"{}", b"404 Not Found"
-        head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % (
+        head = b"HTTP/1.1 %s\r\ncontent-type: %s\r\ncontent-length: %d\r\n\r\n" % (
             status,
+            kind,
             len(content),
         )
         self._transport.write(head + content)

@@ -6,7 +6,7 @@ scripted one of each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -46,6 +46,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, gc=False):
     """Requests of one session should reach the same replica behind a router."""
     cache_salt: str = ""
     """Prefix-cache blocks are shared only between requests of one salt: one salt a version."""
+    tell: Callable[[Sequence[int]], None] | None = None
+    """Told the ids as they are sampled, by engines that can; the reply has them all again. What has been told is kept: an
+    engine that tells, and then breaks off, returns what it told, with finish `abort`."""
 
 
 class GenerateReply(msgspec.Struct, frozen=True, gc=False):

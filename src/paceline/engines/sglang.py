@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -171,6 +172,9 @@ class SglangDialect:
             cached_tokens=meta.cached_tokens or 0,
             stop_reason=meta.finish_reason.matched,
         )
+
+    def listen(self, tell: Callable[[Sequence[int]], None]) -> None:
+        """Each of its events repeats all logprobs from the first on: a long answer would cost the square of its length."""
 
     def abort_call(self, wire_id: str) -> tuple[str, bytes]:
         return "/abort_request", _encoder.encode({"rid": wire_id, "abort_all": False})

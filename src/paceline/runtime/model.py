@@ -65,6 +65,7 @@ _TOKENS: Limit | None = "tokens"
 _NOTHING_ASKED: Final = Asked(0)
 
 Ids: TypeAlias = NDArray[np.int32]
+Tell: TypeAlias = Callable[[Sequence[int]], None]
 Where: TypeAlias = Literal["env", "gate", "engine"]
 Launch: TypeAlias = StartRollout | ContinueRollout
 """What a rollout is begun with."""
@@ -225,19 +226,26 @@ class ModelCalls:
         tools: Sequence[Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        tell: Tell | None = None,
     ) -> Reply:
+        """`tell` is told what is sampled while it is, where the engine can; of others, when a request of the turn ends."""
         if not self._enter():
             await self._refuse()
         try:
             plan = self._conversation.plan_whole(messages, tools)
             if plan.ids is None:
                 await self._encode(plan)
-            return await self._run(plan, max_tokens, stop=stop)
+            return await self._run(plan, max_tokens, stop=stop, tell=tell)
         finally:
             self._leave()
 
     async def generate(
-        self, token_ids: Sequence[int] | Ids, *, max_tokens: int | None = None, stop: Sequence[str] = ()
+        self,
+        token_ids: Sequence[int] | Ids,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        tell: Tell | None = None,
     ) -> Reply:
         if not self._enter():
             await self._refuse()
@@ -249,7 +257,7 @@ class ModelCalls:
                     f"generate() was given ids of shape {whole.shape}; expected a list of at least one"
                 )
             self._conversation = Conversation(self._bridge)
-            return await self._run(None, max_tokens, whole, stop)
+            return await self._run(None, max_tokens, whole, stop, tell)
         finally:
             self._leave()
 
@@ -366,7 +374,12 @@ class ModelCalls:
         self._bridge.settle(plan, *await loop.run_in_executor(None, self._bridge.tokenize, plan))
 
     async def _run(
-        self, plan: Plan | None, max_tokens: int | None, whole: Ids = NO_IDS, stop: Sequence[str] = ()
+        self,
+        plan: Plan | None,
+        max_tokens: int | None,
+        whole: Ids = NO_IDS,
+        stop: Sequence[str] = (),
+        tell: Tell | None = None,
     ) -> Reply:
         """Sample one turn for an encoded plan, or else for the prompt `whole`; record it, and return it."""
         if plan is None or plan.ids is None:
@@ -376,7 +389,7 @@ class ModelCalls:
         else:
             self.recorder.prompt(plan.ids, plan.roles)
         stops = (*self._sampling.stop, *stop) if stop else self._sampling.stop
-        call = _Call(mix(self._noise_seed, len(self.recorder.turns)), stops)
+        call = _Call(mix(self._noise_seed, len(self.recorder.turns)), stops, tell)
         try:
             allowed, cut = self._allowance(max_tokens)
             call.asked = self._asked(allowed, stops)
@@ -465,11 +478,13 @@ class ModelCalls:
             ),
             self._session,
             f"v{grant.version}",
+            None if call.tell is None else call.hear,
         )
         call.segments += 1
         model_s = self.model_s
         reply = await self._generate(grant, request)
         recorder.segment(reply.token_ids, reply.logprobs, reply.versions, reply.cached_tokens)
+        call.hear_whole(reply.token_ids)
         finish = reply.finish
         if finish == "length":
             if in_stop and any(string in self._tail(stop) for string in stop):
@@ -544,6 +559,7 @@ class ModelCalls:
             self.end_record()
             return None
         recorder.segment(part.sampled_ids, part.logprobs, part.versions, part.cached_tokens)
+        call.hear_whole(part.sampled_ids)
         if not call.segments:
             call.started = part.started
         call.segments += 1
@@ -682,15 +698,20 @@ class _Call:
         "empty",
         "ended",
         "engine",
+        "heard",
         "queued_s",
         "seed",
         "segments",
         "started",
         "stop",
+        "tell",
         "unavailable",
     )
 
-    def __init__(self, seed: int, stop: tuple[str, ...]) -> None:
+    def __init__(self, seed: int, stop: tuple[str, ...], tell: Tell | None) -> None:
+        self.tell = tell
+        self.heard = 0
+        """Tokens of the request under way that have been told."""
         self.seed = seed
         self.stop = stop
         """Strings that end it."""
@@ -703,6 +724,18 @@ class _Call:
         self.segments = 0
         self.empty = 0
         self.unavailable = 0
+
+    def hear(self, ids: Sequence[int]) -> None:
+        """The engine of the request under way tells what it samples."""
+        assert self.tell is not None
+        self.heard += len(ids)
+        self.tell(ids)
+
+    def hear_whole(self, ids: Ids) -> None:
+        """The request has ended with these."""
+        if self.tell is not None and len(ids) > self.heard:
+            self.tell(ids[self.heard :].tolist())
+        self.heard = 0
 
 
 def check_reply(reply: GenerateReply, max_tokens: int) -> GenerateReply:

@@ -11,6 +11,7 @@ a real gateway: `play(env, answers, serve=True)`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -123,6 +124,8 @@ class _Engine:
         ids = ids[:allowed]
         if not self._token_s:
             return _reply(ids, finish)
+        if request.tell is not None:
+            return await self._told(request.tell, ids, finish)
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
@@ -132,6 +135,20 @@ class _Engine:
             return _reply(ids, finish)
         self._aborted.clear()
         return _reply(ids[: int((loop.time() - began) / self._token_s)], "abort")
+
+    async def _told(
+        self, tell: Callable[[Sequence[int]], None], ids: NDArray[np.int32], finish: Finish
+    ) -> GenerateReply:
+        """Token by token."""
+        for told, token in enumerate(ids.tolist()):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._token_s):
+                    await self._aborted.wait()
+            if self._aborted.is_set():
+                self._aborted.clear()
+                return _reply(ids[:told], "abort")
+            tell([token])
+        return _reply(ids, finish)
 
     def _said(self, answer: str, stop: tuple[str, ...]) -> NDArray[np.int32]:
         """The answer up to the first stop string, or to its end and the end token."""

@@ -35,6 +35,7 @@ class ChatTokenizer:
 
     __slots__ = (
         "_calls_as_text",
+        "_special_ids",
         "_specials",
         "_stop",
         "_template",
@@ -63,6 +64,8 @@ class ChatTokenizer:
         self.template_source = template
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset([id_ for id_, token in added.items() if token.special])
         self._stop = tuple(sorted(set(stop_ids)))
         self._specials = dict(special_tokens or {})
         self._calls_as_text = False  # whether the template wants the arguments of calls as JSON text
@@ -139,6 +142,10 @@ class ChatTokenizer:
         listed = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
         text: str = self._tokenizer.decode(listed, skip_special_tokens=not keep_special)
         return text
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether `decode` leaves it out unless special tokens are kept."""
+        return token_id in self._special_ids
 
     def token(self, token_id: int) -> str:
         """Text of one token as it stands in the vocabulary; empty for an id outside it."""

@@ -202,12 +202,13 @@ def _harmony_thinking(text: str) -> tuple[str, str]:
     return thinking, rest if " to=functions." in rest else _HARMONY_MARK.sub("", rest).strip()
 
 
-_THOUGHTS: Final = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+THOUGHTS: Final = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+"""What thinking stands between."""
 
 
 def _split_thinking(text: str) -> tuple[str, str]:
     """(thinking, the rest). The opening tag may stand in the prompt; thinking that was cut has no closing one."""
-    for opening, closing in _THOUGHTS:
+    for opening, closing in THOUGHTS:
         head, found, rest = text.partition(closing)
         if found:
             return head.replace(opening, "", 1).strip(), rest.lstrip("\n")
@@ -226,6 +227,19 @@ FORMATS: Final[Mapping[str, Format]] = {
     "kimi": _kimi,
     "harmony": _harmony,
 }
+
+
+BEGINNINGS: Final[Mapping[str, str]] = {
+    "hermes": "<tool_call>",
+    "qwen_xml": "<tool_call>",
+    "glm": "<tool_call>",
+    "llama": "{",
+    "mistral": "[TOOL_CALLS]",
+    "deepseek": "<｜tool▁call",
+    "kimi": "<|tool_call",
+}
+"""What the first call of an answer begins with: text before it is content. Llama's has no text before it. In `harmony`,
+whose channels come in any order, nothing is content before the end."""
 
 
 # ── pieces ──

@@ -54,8 +54,8 @@ class Say:
     headers: dict[str, str] = field(default_factory=dict)
     until: asyncio.Event | None = None
     """Wait for this before anything is answered: for ever, if nobody sets it."""
-    breaks: Literal["before", "middle"] | None = None
-    """Close the connection before any byte, or in the middle of the body."""
+    breaks: Literal["before", "middle", "event"] | None = None
+    """Close the connection before any byte, or in the middle of the body; of a stream, after an event that says so."""
     acts: bool = True
     """Whether the call has its effect, whatever is answered."""
 
@@ -87,6 +87,8 @@ class FakeServer:
         self.peak = 0
         self.dropped = 0
         """Generate calls whose client went away."""
+        self.streams = True
+        """Whether it knows of streams."""
         self.hold: asyncio.Event | None = None
         """While set up and not set, generate calls wait for it, or for their abort."""
         self.url = ""
@@ -140,6 +142,8 @@ class FakeServer:
         if say.status != 200 and say.body is None:
             content = {"error": {"message": f"scripted {say.status}"}}
         raw = content if isinstance(content, bytes) else json.dumps(content).encode()
+        if body is not None and body.get("stream") and say.status == 200 and self.streams:
+            return await self._stream(request, content, say)
         if say.breaks == "middle":
             stream = web.StreamResponse(headers={"Content-Length": str(len(raw))})
             await stream.prepare(request)
@@ -150,6 +154,34 @@ class FakeServer:
         return web.Response(
             body=raw, status=say.status, headers={"Content-Type": "application/json", **say.headers}
         )
+
+    async def _stream(self, request: web.Request, whole: dict[str, Any], say: Say) -> web.StreamResponse:
+        """The answer as vLLM streams it: an event a token, versions in the last; what breaks, breaks after two tokens."""
+        choice = whole["choices"][0]
+        entries = choice["logprobs"].get("content") or choice["logprobs"]["token_logprobs"]
+        name = "content" if "content" in choice["logprobs"] else "token_logprobs"
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await stream.prepare(request)
+
+        async def tell(event: Any) -> None:
+            await stream.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+
+        for at, (token, entry) in enumerate(zip(choice["token_ids"], entries, strict=True)):
+            if at == 2 and say.breaks is not None:
+                if say.breaks == "event":
+                    await tell({"error": {"message": "engine core died", "code": 500}})
+                assert request.transport is not None
+                request.transport.abort()
+                return stream
+            last = at == len(entries) - 1
+            part = {"index": 0, "token_ids": [token], "logprobs": {name: [entry]}, "finish_reason": None}
+            await tell(
+                {"choices": [choice | part | {"finish_reason": choice["finish_reason"]} if last else part]}
+            )
+        await tell({"choices": [], "usage": whole.get("usage")})
+        await stream.write(b"data: [DONE]\n\n")
+        await stream.write_eof()
+        return stream
 
     async def _act(self, request: web.Request, path: str, body: Any) -> Any:
         match path:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -144,3 +145,34 @@ async def test_an_engine_that_interrupts_keeps_the_tokens_and_no_call_spans_two_
             assert after.versions == ((1, 40),)
         finally:
             await engine.close()
+
+
+async def test_a_streamed_reply_is_the_one_that_comes_whole_and_is_told_as_it_is_sampled(
+    engine: HttpEngine,
+) -> None:
+    told: list[int] = []
+    parts = 0
+
+    def tell(ids: Any) -> None:
+        nonlocal parts
+        parts += 1
+        told.extend(ids)
+
+    whole = await engine.generate(request("whole", 40))
+    streamed = await engine.generate(msgspec.structs.replace(request("streamed", 40), tell=tell))
+    assert np.array_equal(streamed.token_ids, whole.token_ids)
+    assert np.array_equal(streamed.logprobs, whole.logprobs)
+    assert (streamed.finish, streamed.versions) == (whole.finish, whole.versions)
+    assert streamed.cached_tokens > 0
+    assert told == whole.token_ids.tolist()
+    assert parts > 2
+    # An abort ends it with the tokens that it had.
+    told.clear()
+    running = asyncio.create_task(engine.generate(msgspec.structs.replace(request("long", 3000), tell=tell)))
+    async with asyncio.timeout(30):
+        while len(told) < 5:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    await engine.abort("long")
+    cut = await running
+    assert cut.finish == "abort"
+    assert cut.token_ids.tolist() == told

@@ -267,6 +267,8 @@ class Engine:
             reason = self._ending(request, id)
             if reason is not None:
                 self._finish(request, reason)
+            elif request.on_token is not None:
+                request.on_token(request)
 
     def _ending(self, request: Request, id: int) -> FinishReason | None:
         if id in request.eos:

@@ -43,6 +43,8 @@ class Request:
     stop_ids: frozenset[int]
     salt: str | None
     on_done: Callable[[Request], object]
+    on_token: Callable[[Request], object] | None = None
+    """Called after each token but the last."""
     arrived: float
     """This and the times below are seconds on the monotonic clock."""
     first_run: float = 0.0

@@ -12,9 +12,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import queue
 import signal
-import threading
 import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -29,6 +27,7 @@ from paceline.engines.embedded.model import Decoder
 from paceline.engines.embedded.options import EngineOptions
 from paceline.engines.embedded.sampling import SamplingParams
 from paceline.engines.embedded.scheduler import Request, RequestError
+from paceline.engines.embedded.thread import EngineThread
 from paceline.errors import ConfigError, InvariantError, WireError
 
 T = TypeVar("T")
@@ -52,6 +51,10 @@ class CompletionBody(SamplingParams, forbid_unknown_fields=True, kw_only=True):
     echo: bool = False
 
 
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    include_usage: bool = False
+
+
 class GenerateBody(_Body):
     token_ids: list[int]
     sampling_params: SamplingParams
@@ -59,6 +62,7 @@ class GenerateBody(_Body):
     model: str | None = None
     cache_salt: str | None = None
     stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
 
 
 class AbortBody(_Body):
@@ -90,61 +94,6 @@ class UpdateBody(_Body):
 
 class FinishBody(_Body):
     weight_version: str
-
-
-class EngineThread:
-    """Runs the engine's steps, and posted calls between them. It ends with `stop`, or with the first error."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._stopping = engine, False
-        self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._loop = asyncio.get_running_loop()
-        self.failed: asyncio.Future[None] = self._loop.create_future()
-        """Gets the error that ended the thread; what was in flight will not be answered."""
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        torch.set_num_threads(1)  # a thread's own setting
-        try:
-            while not self._stopping:
-                if not self._engine.has_work:
-                    self._inbox.get()()
-                while not self._inbox.empty():
-                    self._inbox.get()()
-                if self._engine.has_work:
-                    self._engine.step()
-        except BaseException as error:
-            self._loop.call_soon_threadsafe(self.failed.set_exception, error)
-
-    async def call(self, function: Callable[[], T]) -> T:
-        """Run `function` on the engine thread, between two steps."""
-        return await self.answer(lambda reply: reply(function()))
-
-    async def answer(self, function: Callable[[Callable[[T], object]], object]) -> T:
-        """Like `call`, for a function that replies later, from the engine thread."""
-        future: asyncio.Future[T] = self._loop.create_future()
-
-        def deliver(result: T) -> None:
-            if not future.done():  # it is, if the caller has been cancelled
-                future.set_result(result)
-
-        self._inbox.put(lambda: function(lambda result: self._loop.call_soon_threadsafe(deliver, result)))
-        either: list[asyncio.Future[Any]] = [future, self.failed]
-        try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            future.cancel()  # nothing, if it has its result
-        if future.cancelled():
-            raise web.HTTPInternalServerError(text=f"the engine ended: {self.failed.exception()!r}")
-        return future.result()
-
-    def post(self, function: Callable[[], object]) -> None:
-        self._inbox.put(function)
-
-    def stop(self) -> None:
-        self._inbox.put(lambda: setattr(self, "_stopping", True))
-        self._thread.join()
 
 
 class Server:
@@ -208,8 +157,9 @@ class Server:
                     "a text prompt needs a tokenizer, and the model has none: send a list of token ids"
                 )
             prompt = self.engine.tokenizer.encode(prompt).ids
-        if body.echo:
-            raise RequestError("echo=true is not supported by the embedded engine")
+        for name in ("echo", "stream"):
+            if getattr(body, name):
+                raise RequestError(f"{name}=true is not supported by the embedded engine on this route")
         done = await self._run(http, body, "cmpl-", prompt, body)
         choice: dict[str, Any] = {"index": 0, "text": self.engine.text(done), "logprobs": None} | _ending(
             done
@@ -221,20 +171,64 @@ class Server:
             choice |= {"token_ids": done.output, "prompt_token_ids": done.ids[: done.prompt_tokens]}
         return _json({"id": done.id, "object": "text_completion", "choices": [choice], **self._facts(done)})
 
-    async def generate(self, http: web.Request) -> web.Response:
+    async def generate(self, http: web.Request) -> web.StreamResponse:
         body = await _body(http, GenerateBody)
+        if body.stream:
+            return await self._stream(http, body)
         done = await self._run(http, body, "", body.token_ids, body.sampling_params)
-        output = done.output
-        content = [
-            {"token": f"token_id:{id}", "token_id": id, "logprob": logprob}
-            for id, logprob in zip(output, done.logprobs, strict=True)
-        ]
-        spans = [
+        choice = {
+            **_tokens(done, 0, len(done.logprobs)),
+            **_ending(done),
+            "weight_versions": self._spans(done),
+        }
+        return _json({"request_id": done.id, "choices": [choice], **self._facts(done)})
+
+    async def _stream(self, http: web.Request, body: GenerateBody) -> web.StreamResponse:
+        """As vLLM: events of one choice each, versions in the last of them; then the counts, if they are wanted."""
+        loop, news = asyncio.get_running_loop(), asyncio.Event()
+        seen: list[Request] = []
+
+        def sampled(request: Request) -> None:  # on the engine thread
+            if not seen:
+                seen.append(request)
+            loop.call_soon_threadsafe(news.set)
+
+        running = loop.create_task(
+            self._run(http, body, "", body.token_ids, body.sampling_params, on_token=sampled)
+        )
+        running.add_done_callback(lambda _: news.set())
+        try:
+            await news.wait()
+            if running.done():
+                running.result()  # what is refused has its status
+            stream = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+            await stream.prepare(http)
+            told = 0
+            while not running.done():
+                news.clear()
+                (request,) = seen
+                # The thread appends the id first: what has a logprob is there whole.
+                told, start = len(request.logprobs), told
+                if told > start:
+                    choice = {**_tokens(request, start, told), "finish_reason": None}
+                    await stream.write(_event({"request_id": request.id, "choices": [choice]}))
+                await news.wait()
+            done = running.result()
+            last = {**_tokens(done, told, len(done.logprobs)), **_ending(done)}
+            last["weight_versions"] = self._spans(done)
+            await stream.write(_event({"request_id": done.id, "choices": [last]}))
+            if body.stream_options.include_usage:
+                await stream.write(_event({"request_id": done.id, "choices": [], **self._facts(done)}))
+            await stream.write(b"data: [DONE]\n\n")
+            await stream.write_eof()
+            return stream
+        finally:
+            running.cancel()  # nothing, if it is done
+
+    def _spans(self, done: Request) -> list[dict[str, Any]]:
+        return [
             {"version": v, "start": start, "end": end} for v, start, end in self.engine.version_spans(done)
         ]
-        choice = {"index": 0, "token_ids": output, **_ending(done), "weight_versions": spans}
-        choice["logprobs"] = {"content": content} if body.sampling_params.logprobs is not None else None
-        return _json({"request_id": done.id, "choices": [choice], **self._facts(done)})
 
     async def _run(
         self,
@@ -243,9 +237,8 @@ class Server:
         prefix: str,
         prompt: list[int],
         params: SamplingParams,
+        on_token: Callable[[Request], object] | None = None,
     ) -> Request:
-        if body.stream:
-            raise RequestError("stream=true is not supported by the embedded engine")
         if body.model not in (None, self.model_name):
             raise web.HTTPNotFound(
                 text=f"there is no model {body.model!r}: this engine serves {self.model_name!r}"
@@ -259,6 +252,7 @@ class Server:
             self.engine.add(request)
 
         request = self.engine.request(id, prompt, params, lambda _request: None, body.cache_salt)
+        request.on_token = on_token
         self._live.add(id)
         try:
             return await self.thread.answer(start)
@@ -407,6 +401,22 @@ async def _body(http: web.Request, kind: type[T]) -> T:
 
 def _ending(done: Request) -> dict[str, Any]:
     return {"finish_reason": done.finish_reason, "stop_reason": done.stop_reason}
+
+
+def _tokens(request: Request, start: int, end: int) -> dict[str, Any]:
+    """Sampled tokens of a choice, with logprobs where those are asked for."""
+    first = request.prompt_tokens
+    ids, logprobs = request.ids[first + start : first + end], request.logprobs[start:end]
+    content = [
+        {"token": f"token_id:{id}", "token_id": id, "logprob": logprob}
+        for id, logprob in zip(ids, logprobs, strict=True)
+    ]
+    wanted = request.params.logprobs is not None
+    return {"index": 0, "token_ids": ids, "logprobs": {"content": content} if wanted else None}
+
+
+def _event(value: object) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 def _json(value: object, status: int = 200) -> web.Response:

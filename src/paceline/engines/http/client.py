@@ -22,6 +22,7 @@ from paceline.engines.http.dialect import Dialect, VllmDialect
 from paceline.engines.http.link import Answer, Limits, Link, LinkLost
 from paceline.engines.http.probe import ServerFacts, probe
 from paceline.engines.http.retry import NOT_JSON, Retry, is_transient
+from paceline.engines.http.streams import Heard
 from paceline.engines.http.wire import decode, error_text
 from paceline.errors import EngineBusy, EngineError, EngineUnavailable
 from paceline.ports import GenerateReply, GenerateRequest, PauseMarks, WeightCheck
@@ -271,22 +272,38 @@ class HttpEngine:
         while True:
             if failed:
                 flight.wire_id = f"{request.request_id}~{failed + 1}"
+            heard = None if request.tell is None else self._dialect.listen(request.tell)
             body = self._dialect.encode(request, flight.wire_id)
             known = self._dialect.stamp(self._version)
             wait_s: float | None
             kind: type[EngineError] = EngineError
             try:
                 async with asyncio.timeout_at(deadline) as flight.timer:
-                    answer = await link.send("POST", self._route, body, headers)
+                    if heard is None:
+                        answer = await link.send("POST", self._route, body, headers)
+                    else:
+                        answer = await link.send("POST", self._route, body, headers, heard.take)
+                        if heard.is_begun:
+                            return heard.whole(known)
             except TimeoutError:
+                if not flight.aborted:
+                    await self._stop(flight.wire_id)
+                if heard is not None and heard.tokens:
+                    return self._kept(heard, known)
                 if flight.aborted:
                     return _NOTHING
-                await self._stop(flight.wire_id)
                 raise self._error(
                     f"no answer within {link.limits.request_s:g} s (request_s)", EngineUnavailable
                 ) from None
+            except EngineError as error:  # of what a stream said
+                raise self._error(str(error)) from None
             except LinkLost as lost:
                 failed += 1
+                if heard is not None and heard.tokens:
+                    # Told already, so not to be sampled again: the turn goes on from there.
+                    if not flight.aborted:
+                        await self._stop(flight.wire_id)
+                    return self._kept(heard, known)
                 if flight.aborted:
                     return _NOTHING
                 cause, wait_s = str(lost), link.retry.wait_s(failed)
@@ -320,6 +337,12 @@ class HttpEngine:
             # A server that does not stamp its tokens may have loaded weights meanwhile: then the older version
             # is taken for all of them, so that staleness is never understated.
             return self._dialect.decode(answer.body, known)
+        except EngineError as error:
+            raise self._error(str(error)) from None
+
+    def _kept(self, heard: Heard, known: Version) -> GenerateReply:
+        try:
+            return heard.kept(known)
         except EngineError as error:
             raise self._error(str(error)) from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -12,6 +13,7 @@ from paceline.engines.http import wire
 from paceline.engines.http.adapters import Adapter, AdapterLoader, is_adapter
 from paceline.engines.http.link import Link
 from paceline.engines.http.metrics import read_load
+from paceline.engines.http.streams import Heard
 from paceline.engines.http.weights import WeightLoader
 from paceline.ports import GenerateReply, GenerateRequest, PauseMarks
 
@@ -35,6 +37,10 @@ class Dialect(Protocol):
 
     def decode(self, body: bytes, known: Version) -> GenerateReply:
         """The reply, checked. `known` stamps tokens whose sampler the server does not name. Raises EngineError."""
+        ...
+
+    def listen(self, tell: Callable[[Sequence[int]], None]) -> Heard | None:
+        """Hears the stream of the attempt that is encoded next; None where replies come whole whatever is asked."""
         ...
 
     def abort_call(self, wire_id: str) -> tuple[str, bytes]:
@@ -84,6 +90,9 @@ class VllmDialect:
 
     def decode(self, body: bytes, known: Version) -> GenerateReply:
         return wire.decode(body, known, spans=self._adapter is None)
+
+    def listen(self, tell: Callable[[Sequence[int]], None]) -> Heard | None:
+        return Heard(tell, spans=self._adapter is None)
 
     def stamp(self, held: Version) -> Version:
         return held if self._adapter is None else self._adapter.version

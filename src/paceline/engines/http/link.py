@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import aiohttp
@@ -80,9 +80,15 @@ class Link:
         )
 
     async def send(
-        self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] = _JSON
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        headers: Mapping[str, str] = _JSON,
+        hear: Callable[[bytes], None] | None = None,
     ) -> Answer:
-        """One try, without a time limit of its own. Raises LinkLost."""
+        """One try, without a time limit of its own. `hear` is given the data of each server-sent event, where the answer
+        is made of those; its body is then empty. Raises LinkLost, and whatever `hear` raises."""
         if self._session.closed:
             # The engine was replaced while this call, or its retry, was on its way.
             raise LinkLost("this client was closed", arrived=False)
@@ -95,6 +101,9 @@ class Link:
             ) as reply:
                 if (reply.content_length or 0) > _LARGEST_REPLY:
                     raise LinkLost(f"a reply of {reply.content_length} bytes", arrived=True)
+                if hear is not None and reply.content_type == "text/event-stream":
+                    await _heard(reply.content, hear)
+                    return Answer(reply.status, b"")
                 content = await reply.read()
                 return Answer(reply.status, content, retry_after_s(reply.headers.get("Retry-After")))
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
@@ -161,6 +170,18 @@ class Link:
 
     def _refusal(self, answer: Answer) -> str:
         return f"answered {answer.status}: {error_text(answer.body) or 'without a word'}"
+
+
+async def _heard(content: aiohttp.StreamReader, hear: Callable[[bytes], None]) -> None:
+    """Hand over the data of each event: servers of models write one line of it an event."""
+    rest = b""
+    async for piece in content.iter_any():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                hear(line[5:].strip())
+        if len(rest) > _LARGEST_REPLY:
+            raise LinkLost(f"an event of more than {_LARGEST_REPLY} bytes", arrived=True)
 
 
 def _cause(error: BaseException) -> str:

@@ -43,12 +43,18 @@ class _Sampling(msgspec.Struct, frozen=True, gc=False):
     logprobs: int = 0
 
 
+class _Streaming(msgspec.Struct, frozen=True, gc=False):
+    include_usage: bool = True
+
+
 class _Generate(msgspec.Struct, frozen=True, gc=False):
     request_id: str
     token_ids: list[int]
     sampling_params: _Sampling
     model: str
     cache_salt: str | UnsetType
+    stream: bool | UnsetType
+    stream_options: _Streaming | UnsetType
 
 
 class _Complete(msgspec.Struct, frozen=True, gc=False):
@@ -63,6 +69,8 @@ class _Complete(msgspec.Struct, frozen=True, gc=False):
     stop_token_ids: tuple[int, ...] | UnsetType
     seed: int | UnsetType
     cache_salt: str | UnsetType
+    stream: bool | UnsetType
+    stream_options: _Streaming | UnsetType
     logprobs: int = 0
     return_token_ids: bool = True
     # What this route would else take from the model's generation_config.json, behind our back.
@@ -71,12 +79,12 @@ class _Complete(msgspec.Struct, frozen=True, gc=False):
     skip_special_tokens: bool = False
 
 
-class _Logprob(msgspec.Struct, frozen=True, gc=False):
+class Logprob(msgspec.Struct, frozen=True, gc=False):
     logprob: float | None = None
 
 
-class _Content(msgspec.Struct, frozen=True, gc=False):
-    content: list[_Logprob] | None = None
+class Content(msgspec.Struct, frozen=True, gc=False):
+    content: list[Logprob] | None = None
     token_logprobs: list[float | None] | None = None
 
 
@@ -86,9 +94,9 @@ class Span(msgspec.Struct, frozen=True, gc=False):
     end: int
 
 
-class _Choice(msgspec.Struct, frozen=True, gc=False):
+class Choice(msgspec.Struct, frozen=True, gc=False):
     token_ids: list[int] | None = None
-    logprobs: _Content | None = None
+    logprobs: Content | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     weight_versions: list[Span] | None = None
@@ -98,29 +106,31 @@ class _Details(msgspec.Struct, frozen=True, gc=False):
     cached_tokens: int | None = 0
 
 
-class _Usage(msgspec.Struct, frozen=True, gc=False):
+class Usage(msgspec.Struct, frozen=True, gc=False):
     prompt_tokens_details: _Details | None = None
 
 
-class _Reply(msgspec.Struct, frozen=True, gc=False):
-    choices: list[_Choice]
-    usage: _Usage | None = None
+class Reply(msgspec.Struct, frozen=True, gc=False):
+    choices: list[Choice]
+    usage: Usage | None = None
 
 
+_STREAMING = _Streaming()
 _encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(_Reply)
+_decoder = msgspec.json.Decoder(Reply)
 
 
 def encode(request: GenerateRequest, request_id: str, route: str, model: str) -> bytes:
-    """The body of one attempt at `request`."""
+    """The body of one attempt at `request`; its answer is a stream if what is sampled is to be told."""
     s = request.sampling
+    stream, options = (UNSET, UNSET) if request.tell is None else (True, _STREAMING)
     ids: list[int] = request.token_ids.tolist()
     stop, stop_ids = s.stop or UNSET, s.stop_token_ids or UNSET
     seed = UNSET if s.seed is None else s.seed
     salt = request.cache_salt or UNSET
     if route == GENERATE:
         sampling = _Sampling(s.max_tokens, s.temperature, s.top_p, s.top_k, stop, stop_ids, seed)
-        return _encoder.encode(_Generate(request_id, ids, sampling, model, salt))
+        return _encoder.encode(_Generate(request_id, ids, sampling, model, salt, stream, options))
     return _encoder.encode(
         _Complete(
             request_id,
@@ -134,6 +144,8 @@ def encode(request: GenerateRequest, request_id: str, route: str, model: str) ->
             stop_ids,
             seed,
             salt,
+            stream,
+            options,
         )
     )
 
@@ -148,6 +160,11 @@ def decode(body: bytes, known: Version, *, spans: bool = True) -> GenerateReply:
         reply = _decoder.decode(body)
     except msgspec.DecodeError as error:  # also what NaN and Infinity raise: they are not JSON
         reply = _lenient(body, error)
+    return exact(reply, known, spans=spans)
+
+
+def exact(reply: Reply, known: Version, *, spans: bool = True) -> GenerateReply:
+    """The checks of `decode`."""
     if not reply.choices:
         raise EngineError("the engine's reply has no choices")
     choice = reply.choices[0]
@@ -183,7 +200,7 @@ def label_of(version: Version) -> str:
     return f"v{version}"
 
 
-def _sampled(choice: _Choice) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+def _sampled(choice: Choice) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     ids = choice.token_ids
     if ids is None:
         raise EngineError(
@@ -267,10 +284,10 @@ def version_runs(spans: Sequence[Span] | None, tokens: int, known: Version) -> V
     return tuple(runs)
 
 
-def _lenient(body: bytes, error: msgspec.DecodeError) -> _Reply:
+def _lenient(body: bytes, error: msgspec.DecodeError) -> Reply:
     """The reply once more, by a parser that knows NaN and Infinity, so that the error can name the place."""
     try:
-        return msgspec.convert(json.loads(body), _Reply)
+        return msgspec.convert(json.loads(body), Reply)
     except (ValueError, RecursionError, msgspec.ValidationError):
         raise EngineError(
             f"the engine's reply cannot be read: {error} (it begins {excerpt(body)!r})"

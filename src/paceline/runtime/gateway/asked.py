@@ -10,6 +10,7 @@ import msgspec
 
 from paceline.envs.protocol import Reply
 from paceline.runtime.gateway.failures import Refused
+from paceline.runtime.gateway.spoken import Kind
 from paceline.tokens.tool_calls import ToolCall
 
 
@@ -43,8 +44,9 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
     """(identifier, call)."""
     prompt_tokens: int
     cached_tokens: int
-    stopped_by: str | None = None
-    """The stop string that ended it."""
+    told: str = ""
+    """The beginning of `text` that a stream has shown already."""
+    told_thinking: str = ""
 
     @property
     def finish(self) -> str:
@@ -54,14 +56,32 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
         return "length" if self.reply.finish == "length" else "stop"
 
 
-class Answered(msgspec.Struct, frozen=True):
-    """Everything said to one request."""
+class Heading(msgspec.Struct, frozen=True):
+    """What is known of an answer before it is there."""
 
     id: str
     created: int
     """Unix seconds."""
     model: str
+    prompt_tokens: int = 0
+
+
+class Answered(Heading, frozen=True, kw_only=True):
+    """Everything said to one request."""
+
     said: list[Said]
+
+
+class Telling(Protocol):
+    """One answer as server-sent events, from its beginning on."""
+
+    def add(self, number: int, kind: Kind, text: str) -> bytes:
+        """The events of a piece of answer `number`."""
+        ...
+
+    def end(self, answered: Answered) -> bytes:
+        """The events of all that was not told in pieces."""
+        ...
 
 
 class Dialect(Protocol):
@@ -75,7 +95,7 @@ class Dialect(Protocol):
         """The answer, whole."""
         ...
 
-    def events(self, asked: Asked, answered: Answered, session: Any) -> list[bytes]:
+    def telling(self, asked: Asked, heading: Heading, session: Any) -> Telling:
         """The answer as server-sent events."""
         ...
 

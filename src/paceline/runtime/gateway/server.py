@@ -16,15 +16,15 @@ from aiohttp import web
 from paceline.config.gateway import GatewaySection
 from paceline.envs.endpoint import Endpoint
 from paceline.errors import ConfigError
-from paceline.runtime.gateway.asked import Answered, Dialect
+from paceline.runtime.gateway.asked import Answered, Dialect, Telling
 from paceline.runtime.gateway.dialects import anthropic, chat, completions, responses, token_ids
 from paceline.runtime.gateway.failures import Refused, refused
 from paceline.runtime.gateway.session import Call, Calls, Session, format_of
 from paceline.tokens.tokenizer import ChatTokenizer
 
 PING_S: Final = 5.0
-"""Seconds a stream waits for its answer before it begins, and between the comments that keep it alive: until it has
-begun, a failure can still be told by its HTTP status."""
+"""Seconds a stream waits for the first of its answer before it begins, and between the comments that keep it alive: until
+it has begun, a failure can still be told by its HTTP status."""
 
 _CLOSE_S: Final = 1.0
 """Seconds that answers on their way have when the gateway closes."""
@@ -176,31 +176,38 @@ class _Stream:
         """Whether all of it has been handed to the connection."""
 
     async def run(self) -> web.StreamResponse:
-        task = self._call.task
-        await asyncio.wait({task}, timeout=PING_S)
+        call = self._call
+        await call.more(0, PING_S)
+        if call.task.done() and not call.pieces:
+            call.task.result()  # a failure has its status
         response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
                 "Cache-Control": "no-cache",
-                **_noted(self._call),
+                **_noted(call),
             }
         )
-        if task.done():
-            answered = task.result()  # a failure has its status
-            await response.prepare(self._request)
-        else:
-            await response.prepare(self._request)
-            while not task.done():
+        await response.prepare(self._request)
+        telling: Telling | None = None
+        told = 0
+        while True:
+            news = call.pieces[told:]
+            told += len(news)
+            if news:
+                assert call.heading is not None
+                telling = telling or self._dialect.telling(call.asked, call.heading, self._session)
+                await response.write(b"".join([telling.add(*piece) for piece in news]))
+            elif call.task.done():
+                break
+            else:
                 await response.write(b": waiting for the model\n\n")
-                await asyncio.wait({task}, timeout=PING_S)
-            late = self._late_failure(task)
-            if late is not None:
-                await response.write(late)
-                await response.write_eof()
-                self.written = True
-                return response
-            answered = task.result()
-        await response.write(b"".join(self._dialect.events(self._call.asked, answered, self._session)))
+            await call.more(told, PING_S)
+        last = self._late_failure(call.task)
+        if last is None:
+            answered = call.task.result()
+            telling = telling or self._dialect.telling(call.asked, answered, self._session)
+            last = telling.end(answered)
+        await response.write(last)
         await response.write_eof()
         self.written = True
         return response

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import Mapping
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol, TypeAlias
 
 import msgspec
 
@@ -14,8 +14,9 @@ from paceline.config.gateway import GatewaySection
 from paceline.envs.protocol import ChatMessage, Reply
 from paceline.envs.recorder import Recorder
 from paceline.errors import EnvError
-from paceline.runtime.gateway.asked import Answered, Asked, Said
+from paceline.runtime.gateway.asked import Answered, Asked, Heading, Said
 from paceline.runtime.gateway.failures import Refused
+from paceline.runtime.gateway.spoken import Kind, Spoken
 from paceline.tokens.tokenizer import ChatTokenizer
 from paceline.tokens.tool_calls import detect_format, read_answer
 
@@ -28,6 +29,9 @@ cancelled again."""
 
 _STUCK_S: Final = 300.0
 """Seconds of being cancelled again and again after which a call does not stop."""
+
+
+Tell: TypeAlias = Callable[[Sequence[int]], None]
 
 
 class Calls(Protocol):
@@ -45,10 +49,16 @@ class Calls(Protocol):
         tools: Any = None,
         max_tokens: int | None = None,
         stop: tuple[str, ...] = (),
+        tell: Tell | None = None,
     ) -> Reply: ...
 
     async def generate(
-        self, token_ids: Any, *, max_tokens: int | None = None, stop: tuple[str, ...] = ()
+        self,
+        token_ids: Any,
+        *,
+        max_tokens: int | None = None,
+        stop: tuple[str, ...] = (),
+        tell: Tell | None = None,
     ) -> Reply: ...
 
     def answer_as(self, message: ChatMessage) -> None: ...
@@ -59,13 +69,18 @@ class Calls(Protocol):
 class Call:
     """One request on its way to an answer, or answered."""
 
-    __slots__ = ("asked", "digest", "is_told", "key", "task", "waiting")
+    __slots__ = ("_news", "asked", "digest", "heading", "is_told", "key", "pieces", "task", "waiting")
 
-    def __init__(self, digest: bytes, key: str | None, asked: Asked, task: asyncio.Task[Answered]) -> None:
+    def __init__(self, digest: bytes, key: str | None, asked: Asked) -> None:
         self.digest = digest
         self.key = key
         self.asked = asked
-        self.task = task
+        self.task: asyncio.Task[Answered]
+        self.heading: Heading | None = None
+        """Set before the first piece."""
+        self.pieces: list[tuple[int, Kind, str]] = []
+        """What can be shown of a streamed answer so far: kept whole, for a retry begins from the beginning."""
+        self._news: asyncio.Future[None] | None = None
         self.waiting = 0
         """Requests that wait for the answer."""
         self.is_told = False
@@ -75,6 +90,22 @@ class Call:
     def is_lost(self) -> bool:
         """Whether whoever asked was gone before the answer was written."""
         return not self.is_told and not self.waiting
+
+    def add(self, heading: Heading, number: int, kind: Kind, text: str) -> None:
+        """One more piece."""
+        self.heading = heading
+        self.pieces.append((number, kind, text))
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+    async def more(self, after: int, within_s: float) -> None:
+        """Wait for a piece beyond the first `after`, or the end, or until the time is up."""
+        if self.task.done() or len(self.pieces) > after:
+            return
+        if self._news is None or self._news.done():
+            self._news = asyncio.get_running_loop().create_future()
+        waited: list[asyncio.Future[Any]] = [self.task, self._news]
+        await asyncio.wait(waited, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
 
 
 class Session:
@@ -118,38 +149,78 @@ class Session:
         return None
 
     def start(self, digest: bytes, headers: Mapping[str, str], asked: Asked) -> Call:
-        task = asyncio.get_running_loop().create_task(self._answer(asked))
-        task.add_done_callback(_seen)
-        call = Call(digest, headers.get("Idempotency-Key"), asked, task)
+        call = Call(digest, headers.get("Idempotency-Key"), asked)
+        call.task = asyncio.get_running_loop().create_task(self._answer(call))
+        call.task.add_done_callback(_seen)
         self._answers.append(call)
         if len(self._answers) > _KEPT and self._answers[0].task.done():
             del self._answers[0]
         return call
 
-    async def _answer(self, asked: Asked) -> Answered:
+    async def _answer(self, call: Call) -> Answered:
         async with self._turn:
             if self._closed:
                 raise Refused(401, "this rollout is over: its secret is no longer valid", code="rollout_over")
             self._count += 1
             name = f"{self.label}-{self._count}"
-            said = [await self._one(asked, f"{name}-{n}") for n in range(asked.n)]
-            return Answered(name, int(time.time()), self.model, said)
+            heading = Heading(name, int(time.time()), self.model)
+            said = [await self._one(call, heading, n) for n in range(call.asked.n)]
+            return Answered(name, heading.created, self.model, said=said)
 
-    async def _one(self, asked: Asked, name: str) -> Said:
-        calls = self.calls
+    async def _one(self, call: Call, heading: Heading, number: int) -> Said:
+        calls, asked = self.calls, call.asked
+        spoken = self._spoken(call, heading, number) if asked.stream else None
+        tell = None if spoken is None else spoken.take
         if asked.token_ids is not None:
-            reply = await calls.generate(asked.token_ids, max_tokens=asked.max_tokens, stop=asked.stop)
+            reply = await calls.generate(
+                asked.token_ids, max_tokens=asked.max_tokens, stop=asked.stop, tell=tell
+            )
         else:
             reply = await calls.complete(
-                asked.messages, tools=asked.tools or [], max_tokens=asked.max_tokens, stop=asked.stop
+                asked.messages,
+                tools=asked.tools or [],
+                max_tokens=asked.max_tokens,
+                stop=asked.stop,
+                tell=tell,
             )
         turn = calls.recorder.turns[-1]
         prompt = calls.recorder.context_tokens - len(reply.token_ids)
-        if asked.token_ids is not None or (not asked.tools and not self._split):
-            return Said(reply=reply, text=reply.text, prompt_tokens=prompt, cached_tokens=turn.cached_tokens)
-        return self._taken_apart(asked, reply, name, prompt, turn.cached_tokens)
+        if self._is_read(asked):
+            name = f"{heading.id}-{number}"
+            return self._taken_apart(asked, reply, name, prompt, turn.cached_tokens, spoken)
+        return Said(
+            reply=reply,
+            text=reply.text,
+            prompt_tokens=prompt,
+            cached_tokens=turn.cached_tokens,
+            told="" if spoken is None else spoken.text,
+        )
 
-    def _taken_apart(self, asked: Asked, reply: Reply, name: str, prompt: int, cached: int) -> Said:
+    def _is_read(self, asked: Asked) -> bool:
+        """Whether calls or thinking are looked for in its answers."""
+        return asked.token_ids is None and (bool(asked.tools) or self._split)
+
+    def _spoken(self, call: Call, heading: Heading, number: int) -> Spoken:
+        """Shows what it can of an answer while it is sampled."""
+        recorder, asked = self.calls.recorder, call.asked
+
+        def show(kind: Kind, text: str) -> None:
+            prompt = recorder.context_tokens - recorder.call_tokens
+            call.add(msgspec.structs.replace(heading, prompt_tokens=prompt), number, kind, text)
+
+        is_read = self._is_read(asked)
+        return Spoken(
+            self.calls.tokenizer,
+            show,
+            format=self._format,
+            has_tools=is_read and bool(asked.tools),
+            split=is_read and self._split,
+            stops=asked.stop,
+        )
+
+    def _taken_apart(
+        self, asked: Asked, reply: Reply, name: str, prompt: int, cached: int, spoken: Spoken | None
+    ) -> Said:
         """Calls and thinking are read from the text as it was sampled, markup included."""
         tokenizer = self.calls.tokenizer
         ids = reply.token_ids
@@ -159,8 +230,14 @@ class Session:
         for stop in asked.stop:
             raw = raw.partition(stop)[0]
         answer = read_answer(raw, self._format, asked.tools, split_thinking=self._split)
-        apart = bool(answer.calls or answer.thinking or self._format == "harmony")
+        apart = answer.content != raw or bool(answer.calls) or self._format == "harmony"
         text = answer.content if apart else reply.text
+        told = "" if spoken is None else spoken.text
+        if not text.startswith(told):
+            # Space in front of it was shown before there was a call to drop it for. Anything else would be an answer that
+            # is read in two ways: then what the program was shown is what it was answered.
+            text = told[: len(told) - len(told.lstrip())] + text
+            text = text if text.startswith(told) else told
         named = tuple([(_call_id(name, n), call) for n, call in enumerate(answer.calls)])
         if apart:
             message: dict[str, Any] = {"role": "assistant", "content": text}
@@ -183,6 +260,8 @@ class Session:
             calls=named,
             prompt_tokens=prompt,
             cached_tokens=cached,
+            told=told,
+            told_thinking="" if spoken is None else spoken.thinking,
         )
 
     # ── the end ──

@@ -10,7 +10,9 @@ import msgspec
 from paceline.runtime.gateway.asked import (
     Answered,
     Asked,
+    Heading,
     Said,
+    Telling,
     call_message,
     event,
     function_tool,
@@ -22,6 +24,7 @@ from paceline.runtime.gateway.asked import (
     whole_number,
 )
 from paceline.runtime.gateway.failures import Refused
+from paceline.runtime.gateway.spoken import Kind
 
 
 class Messages:
@@ -52,52 +55,103 @@ class Messages:
     def write(self, asked: Asked, answered: Answered, session: Any) -> dict[str, Any]:
         said = answered.said[0]
         return {
-            **self._head(answered),
+            **_head(answered),
             "content": _blocks(said),
             "stop_reason": _stop_reason(said),
             "stop_sequence": None,
             "usage": _usage(said),
         }
 
-    def events(self, asked: Asked, answered: Answered, session: Any) -> list[bytes]:
-        said = answered.said[0]
-        counted = _usage(said)
-        opening = {
-            **self._head(answered),
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": {**counted, "output_tokens": 0},
-        }
-        events: list[bytes] = []
-
-        def tell(kind: str, **data: Any) -> None:
-            events.append(event({"type": kind, **data}, kind))
-
-        tell("message_start", message=opening)
-        for number, block in enumerate(_blocks(said)):
-            start, delta = _as_delta(block)
-            tell("content_block_start", index=number, content_block=start)
-            tell("content_block_delta", index=number, delta=delta)
-            tell("content_block_stop", index=number)
-        tell(
-            "message_delta",
-            delta={"stop_reason": _stop_reason(said), "stop_sequence": None},
-            usage={"output_tokens": counted["output_tokens"]},
-        )
-        tell("message_stop")
-        return events
+    def telling(self, asked: Asked, heading: Heading, session: Any) -> Telling:
+        return _Telling(heading)
 
     def error(self, refused: Refused) -> dict[str, Any]:
         return refused.anthropic()
 
-    def _head(self, answered: Answered) -> dict[str, Any]:
-        return {
-            "id": f"msg_{answered.id}",
-            "type": "message",
-            "role": "assistant",
-            "model": answered.model,
+
+class _Telling:
+    """The answer as the events of its blocks."""
+
+    def __init__(self, heading: Heading) -> None:
+        self._heading = heading
+        self._blocks = 0
+        self._open: Kind | None = None
+        """The block that is being told; None between two."""
+        self._has_text = False
+        self._is_begun = False
+
+    def add(self, number: int, kind: Kind, text: str) -> bytes:
+        block = {"type": "text", "text": text}
+        if kind == "thinking":
+            block = {"type": "thinking", "thinking": text, "signature": ""}
+        start, delta = _as_delta(block)
+        told = b"" if self._open == kind else self._close() + self._beginning() + self._start(start)
+        self._open = kind
+        self._has_text |= kind == "text"
+        return told + _event("content_block_delta", index=self._blocks, delta=delta)
+
+    def end(self, answered: Answered) -> bytes:
+        said = answered.said[0]
+        told = self._beginning()
+        if thinking := said.thinking[len(said.told_thinking) :]:
+            told += self.add(0, "thinking", thinking)
+        text = said.text[len(said.told) :]
+        if text or not (said.calls or self._has_text):
+            told += self.add(0, "text", text)
+        told += self._close()
+        for block in _calls(said):
+            start, delta = _as_delta(block)
+            told += self._start(start) + _event("content_block_delta", index=self._blocks, delta=delta)
+            told += self._stop()
+        counted = _usage(said)
+        return (
+            told
+            + _event(
+                "message_delta",
+                delta={"stop_reason": _stop_reason(said), "stop_sequence": None},
+                usage=counted,  # what was cached is known only now
+            )
+            + _event("message_stop")
+        )
+
+    def _beginning(self) -> bytes:
+        if self._is_begun:
+            return b""
+        self._is_begun = True
+        usage = {
+            "input_tokens": self._heading.prompt_tokens,
+            "cache_read_input_tokens": 0,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": 0,
         }
+        opening: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        return _event("message_start", message={**_head(self._heading), **opening})
+
+    def _start(self, block: dict[str, Any]) -> bytes:
+        return _event("content_block_start", index=self._blocks, content_block=block)
+
+    def _close(self) -> bytes:
+        if self._open is None:
+            return b""
+        self._open = None
+        return self._stop()
+
+    def _stop(self) -> bytes:
+        self._blocks += 1
+        return _event("content_block_stop", index=self._blocks - 1)
+
+
+def _event(kind: str, **data: Any) -> bytes:
+    return event({"type": kind, **data}, kind)
+
+
+def _head(heading: Heading) -> dict[str, Any]:
+    return {
+        "id": f"msg_{heading.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": heading.model,
+    }
 
 
 def _usage(said: Said) -> dict[str, Any]:
@@ -120,11 +174,14 @@ def _blocks(said: Said) -> list[dict[str, Any]]:
         blocks.append({"type": "thinking", "thinking": said.thinking, "signature": ""})
     if said.text or not said.calls:
         blocks.append({"type": "text", "text": said.text})
-    for id_, call in said.calls:
-        blocks.append(
-            {"type": "tool_use", "id": id_, "name": call.name, "input": msgspec.json.decode(call.arguments)}
-        )
-    return blocks
+    return blocks + _calls(said)
+
+
+def _calls(said: Said) -> list[dict[str, Any]]:
+    return [
+        {"type": "tool_use", "id": id_, "name": call.name, "input": msgspec.json.decode(call.arguments)}
+        for id_, call in said.calls
+    ]
 
 
 def _as_delta(block: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -8,7 +8,9 @@ from typing import Any
 from paceline.runtime.gateway.asked import (
     Answered,
     Asked,
+    Heading,
     Said,
+    Telling,
     answers,
     call_message,
     event,
@@ -22,6 +24,7 @@ from paceline.runtime.gateway.asked import (
     whole_number,
 )
 from paceline.runtime.gateway.failures import Refused
+from paceline.runtime.gateway.spoken import Kind
 
 
 class Chat:
@@ -61,43 +64,62 @@ class Chat:
             "usage": usage(answered.said),
         }
 
-    def events(self, asked: Asked, answered: Answered, session: Any) -> list[bytes]:
-        head = {
-            "id": f"chatcmpl-{answered.id}",
-            "object": "chat.completion.chunk",
-            "created": answered.created,
-            "model": answered.model,
-        }
-        counts = {"usage": None} if asked.wants_usage else {}
-        chunks: list[bytes] = []
-
-        def chunk(
-            number: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None
-        ) -> None:
-            choice = {"index": number, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
-            chunks.append(event({**head, "choices": [choice], **counts}))
-
-        for number, said in enumerate(answered.said):
-            chunk(number, {"role": "assistant", "content": ""})
-            if said.thinking:
-                chunk(number, {"reasoning_content": said.thinking})
-            if said.text:
-                wanted = asked.body.get("logprobs")
-                chunk(number, {"content": said.text}, logprobs=_logprobs(said, session) if wanted else None)
-            for at, (id_, call) in enumerate(said.calls):
-                function = {"name": call.name, "arguments": call.arguments}
-                chunk(
-                    number,
-                    {"tool_calls": [{"index": at, "id": id_, "type": "function", "function": function}]},
-                )
-            chunk(number, {}, said.finish)
-        if counts:
-            chunks.append(event({**head, "choices": [], "usage": usage(answered.said)}))
-        chunks.append(b"data: [DONE]\n\n")
-        return chunks
+    def telling(self, asked: Asked, heading: Heading, session: Any) -> Telling:
+        return _Telling(asked, heading, session)
 
     def error(self, refused: Refused) -> dict[str, Any]:
         return refused.openai()
+
+
+class _Telling:
+    """The answer as chunks."""
+
+    def __init__(self, asked: Asked, heading: Heading, session: Any) -> None:
+        self._asked, self._session = asked, session
+        self._head = {
+            "id": f"chatcmpl-{heading.id}",
+            "object": "chat.completion.chunk",
+            "created": heading.created,
+            "model": heading.model,
+        }
+        self._counts: dict[str, Any] = {"usage": None} if asked.wants_usage else {}
+        self._begun = -1
+
+    def add(self, number: int, kind: Kind, text: str) -> bytes:
+        name = "content" if kind == "text" else "reasoning_content"
+        return self._beginning(number) + self._chunk(number, {name: text})
+
+    def end(self, answered: Answered) -> bytes:
+        chunks: list[bytes] = []
+        for number, said in enumerate(answered.said):
+            chunks.append(self._beginning(number))
+            logprobs = _logprobs(said, self._session) if self._asked.body.get("logprobs") else None
+            if thinking := said.thinking[len(said.told_thinking) :]:
+                chunks.append(self.add(number, "thinking", thinking))
+            if text := said.text[len(said.told) :]:
+                chunks.append(self._chunk(number, {"content": text}, None, logprobs))
+                logprobs = None
+            for at, (id_, call) in enumerate(said.calls):
+                function = {"name": call.name, "arguments": call.arguments}
+                called = {"index": at, "id": id_, "type": "function", "function": function}
+                chunks.append(self._chunk(number, {"tool_calls": [called]}))
+            chunks.append(self._chunk(number, {}, said.finish, logprobs))
+        if self._counts:
+            chunks.append(event({**self._head, "choices": [], "usage": usage(answered.said)}))
+        return b"".join([*chunks, b"data: [DONE]\n\n"])
+
+    def _beginning(self, number: int) -> bytes:
+        """What an answer begins with: nothing, when it has begun. They are drawn, and so told, one after another."""
+        if number <= self._begun:
+            return b""
+        self._begun = number
+        return self._chunk(number, {"role": "assistant", "content": ""})
+
+    def _chunk(
+        self, number: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None
+    ) -> bytes:
+        choice = {"index": number, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
+        return event({**self._head, "choices": [choice], **self._counts})
 
 
 def usage(said: list[Said]) -> dict[str, Any]:

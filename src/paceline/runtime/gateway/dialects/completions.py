@@ -7,7 +7,9 @@ from typing import Any
 from paceline.runtime.gateway.asked import (
     Answered,
     Asked,
+    Heading,
     Said,
+    Telling,
     answers,
     event,
     ignored,
@@ -17,6 +19,7 @@ from paceline.runtime.gateway.asked import (
 )
 from paceline.runtime.gateway.dialects.chat import usage
 from paceline.runtime.gateway.failures import Refused
+from paceline.runtime.gateway.spoken import Kind
 
 
 class Completions:
@@ -43,7 +46,7 @@ class Completions:
 
     def write(self, asked: Asked, answered: Answered, session: Any) -> dict[str, Any]:
         return {
-            **self._head(answered),
+            **_head(answered),
             "choices": [
                 {
                     "index": number,
@@ -56,29 +59,47 @@ class Completions:
             "usage": usage(answered.said),
         }
 
-    def events(self, asked: Asked, answered: Answered, session: Any) -> list[bytes]:
-        head = self._head(answered)
-        chunks = []
-        for number, said in enumerate(answered.said):
-            logprobs = _logprobs(asked, said, session)
-            for text, finish in ((said.text, None), ("", said.finish)):
-                choice = {"index": number, "text": text, "finish_reason": finish, "logprobs": logprobs}
-                chunks.append(event({**head, "choices": [choice]}))
-                logprobs = None
-        if asked.wants_usage:
-            chunks.append(event({**head, "choices": [], "usage": usage(answered.said)}))
-        return [*chunks, b"data: [DONE]\n\n"]
+    def telling(self, asked: Asked, heading: Heading, session: Any) -> Telling:
+        return _Telling(asked, heading, session)
 
     def error(self, refused: Refused) -> dict[str, Any]:
         return refused.openai()
 
-    def _head(self, answered: Answered) -> dict[str, Any]:
-        return {
-            "id": f"cmpl-{answered.id}",
-            "object": "text_completion",
-            "created": answered.created,
-            "model": answered.model,
-        }
+
+class _Telling:
+    """The answer as chunks."""
+
+    def __init__(self, asked: Asked, heading: Heading, session: Any) -> None:
+        self._asked, self._session = asked, session
+        self._head = _head(heading)
+
+    def add(self, number: int, kind: Kind, text: str) -> bytes:
+        return self._chunk(number, text)
+
+    def end(self, answered: Answered) -> bytes:
+        chunks = []
+        for number, said in enumerate(answered.said):
+            rest = said.text[len(said.told) :]
+            logprobs = _logprobs(self._asked, said, self._session)
+            if rest:
+                chunks.append(self._chunk(number, rest))
+            chunks.append(self._chunk(number, "", said.finish, logprobs))
+        if self._asked.wants_usage:
+            chunks.append(event({**self._head, "choices": [], "usage": usage(answered.said)}))
+        return b"".join([*chunks, b"data: [DONE]\n\n"])
+
+    def _chunk(self, number: int, text: str, finish: str | None = None, logprobs: Any = None) -> bytes:
+        choice = {"index": number, "text": text, "finish_reason": finish, "logprobs": logprobs}
+        return event({**self._head, "choices": [choice]})
+
+
+def _head(heading: Heading) -> dict[str, Any]:
+    return {
+        "id": f"cmpl-{heading.id}",
+        "object": "text_completion",
+        "created": heading.created,
+        "model": heading.model,
+    }
 
 
 def prompt_ids(prompt: Any, session: Any) -> list[int]:

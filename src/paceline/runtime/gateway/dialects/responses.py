@@ -8,7 +8,9 @@ from typing import Any
 from paceline.runtime.gateway.asked import (
     Answered,
     Asked,
+    Heading,
     Said,
+    Telling,
     call_message,
     event,
     function_tool,
@@ -19,6 +21,7 @@ from paceline.runtime.gateway.asked import (
     whole_number,
 )
 from paceline.runtime.gateway.failures import Refused
+from paceline.runtime.gateway.spoken import Kind
 
 _KINDS = ("text", "input_text", "output_text", "refusal", "summary_text", "reasoning_text")
 
@@ -67,80 +70,132 @@ class Responses:
         remember(asked, answered, session)
         cut = said.finish == "length"
         return {
-            **self._head(asked, answered),
+            **_head(asked, answered),
             "status": "incomplete" if cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "output": _items(answered, said),
             "usage": _usage(said),
         }
 
-    def events(self, asked: Asked, answered: Answered, session: Any) -> list[bytes]:
-        whole = self.write(asked, answered, session)
-        opening = {**whole, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
-        events: list[bytes] = []
-
-        def tell(kind: str, **data: Any) -> None:
-            events.append(event({"type": kind, "sequence_number": len(events), **data}, kind))
-
-        tell("response.created", response=opening)
-        tell("response.in_progress", response=opening)
-        for number, item in enumerate(whole["output"]):
-            place = {"output_index": number, "item_id": item["id"]}
-            if item["type"] == "message":
-                part = item["content"][0]
-                at = {**place, "content_index": 0}
-                tell(
-                    "response.output_item.added",
-                    output_index=number,
-                    item={**item, "status": "in_progress", "content": []},
-                )
-                tell("response.content_part.added", **at, part={**part, "text": ""})
-                if part["text"]:
-                    tell("response.output_text.delta", **at, delta=part["text"], logprobs=[])
-                tell("response.output_text.done", **at, text=part["text"], logprobs=[])
-                tell("response.content_part.done", **at, part=part)
-            elif item["type"] == "function_call":
-                tell(
-                    "response.output_item.added",
-                    output_index=number,
-                    item={**item, "status": "in_progress", "arguments": ""},
-                )
-                tell("response.function_call_arguments.delta", **place, delta=item["arguments"])
-                tell(
-                    "response.function_call_arguments.done",
-                    **place,
-                    name=item["name"],
-                    arguments=item["arguments"],
-                )
-            else:
-                tell("response.output_item.added", output_index=number, item=item)
-            tell("response.output_item.done", output_index=number, item=item)
-        cut = whole["status"] == "incomplete"
-        tell("response.incomplete" if cut else "response.completed", response=whole)
-        return events
+    def telling(self, asked: Asked, heading: Heading, session: Any) -> Telling:
+        return _Telling(self, asked, heading, session)
 
     def error(self, refused: Refused) -> dict[str, Any]:
         return refused.openai()
 
-    def _head(self, asked: Asked, answered: Answered) -> dict[str, Any]:
-        body = asked.body
-        return {
-            "id": f"resp_{answered.id}",
-            "object": "response",
-            "created_at": answered.created,
-            "model": answered.model,
-            "error": None,
-            "instructions": body.get("instructions"),
-            "max_output_tokens": asked.max_tokens,
-            "metadata": body.get("metadata") or {},
-            "parallel_tool_calls": True,
-            "previous_response_id": body.get("previous_response_id"),
-            "temperature": None,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": "none" if asked.tools is None else "auto",
-            "tools": body.get("tools") or [],
-            "top_p": None,
+
+class _Telling:
+    """The answer as the events of its items. Thinking is an item of its own, told whole before the text."""
+
+    def __init__(self, dialect: Responses, asked: Asked, heading: Heading, session: Any) -> None:
+        self._dialect, self._asked, self._heading, self._session = dialect, asked, heading, session
+        self._count = 0
+        self._items = 0
+        self._thinking = ""
+        self._text = ""
+
+    def add(self, number: int, kind: Kind, text: str) -> bytes:
+        if kind == "thinking":
+            self._thinking += text
+            return self._beginning()
+        told = self._beginning() + (b"" if self._text else self._thought() + self._message())
+        self._text += text
+        return told + self._event("response.output_text.delta", **self._at(), delta=text, logprobs=[])
+
+    def end(self, answered: Answered) -> bytes:
+        said = answered.said[0]
+        whole = self._dialect.write(self._asked, answered, self._session)
+        told = self._beginning()
+        self._thinking += said.thinking[len(said.told_thinking) :]
+        if text := said.text[len(said.told) :]:
+            told += self.add(0, "text", text)
+        elif not self._text:
+            told += self._thought()
+        if self._text or not said.calls:
+            told += b"" if self._text else self._message()
+            item = _message(self._heading, self._text)
+            part = item["content"][0]
+            told += self._event("response.output_text.done", **self._at(), text=self._text, logprobs=[])
+            told += self._event("response.content_part.done", **self._at(), part=part)
+            told += self._done(item)
+        for item in _calls(said):
+            place = {"output_index": self._items, "item_id": item["id"]}
+            told += self._added({**item, "status": "in_progress", "arguments": ""})
+            told += self._event(
+                "response.function_call_arguments.delta", **place, delta=item["arguments"]
+            ) + self._event(
+                "response.function_call_arguments.done",
+                **place,
+                name=item["name"],
+                arguments=item["arguments"],
+            )
+            told += self._done(item)
+        cut = whole["status"] == "incomplete"
+        return told + self._event("response.incomplete" if cut else "response.completed", response=whole)
+
+    def _beginning(self) -> bytes:
+        if self._count:
+            return b""
+        opening = {
+            **_head(self._asked, self._heading),
+            "status": "in_progress",
+            "incomplete_details": None,
+            "output": [],
+            "usage": None,
         }
+        return self._event("response.created", response=opening) + self._event(
+            "response.in_progress", response=opening
+        )
+
+    def _thought(self) -> bytes:
+        """The item of the thinking, if there was any."""
+        if not self._thinking:
+            return b""
+        item = _reasoning(self._heading, self._thinking)
+        return self._added(item) + self._done(item)
+
+    def _message(self) -> bytes:
+        item = _message(self._heading, "")
+        (part,) = item["content"]
+        return self._added({**item, "status": "in_progress", "content": []}) + self._event(
+            "response.content_part.added", **self._at(), part=part
+        )
+
+    def _at(self) -> dict[str, Any]:
+        """Where the text stands."""
+        return {"output_index": self._items, "item_id": f"msg_{self._heading.id}", "content_index": 0}
+
+    def _added(self, item: dict[str, Any]) -> bytes:
+        return self._event("response.output_item.added", output_index=self._items, item=item)
+
+    def _done(self, item: dict[str, Any]) -> bytes:
+        self._items += 1
+        return self._event("response.output_item.done", output_index=self._items - 1, item=item)
+
+    def _event(self, kind: str, **data: Any) -> bytes:
+        self._count += 1
+        return event({"type": kind, "sequence_number": self._count - 1, **data}, kind)
+
+
+def _head(asked: Asked, heading: Heading) -> dict[str, Any]:
+    body = asked.body
+    return {
+        "id": f"resp_{heading.id}",
+        "object": "response",
+        "created_at": heading.created,
+        "model": heading.model,
+        "error": None,
+        "instructions": body.get("instructions"),
+        "max_output_tokens": asked.max_tokens,
+        "metadata": body.get("metadata") or {},
+        "parallel_tool_calls": True,
+        "previous_response_id": body.get("previous_response_id"),
+        "temperature": None,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "none" if asked.tools is None else "auto",
+        "tools": body.get("tools") or [],
+        "top_p": None,
+    }
 
 
 def remember(asked: Asked, answered: Answered, session: Any) -> None:
@@ -158,40 +213,44 @@ def remember(asked: Asked, answered: Answered, session: Any) -> None:
     session.history[f"resp_{answered.id}"] = [*history, message]
 
 
-def _items(answered: Answered, said: Said) -> list[dict[str, Any]]:
-    items: list[dict[str, Any]] = []
-    if said.thinking:
-        items.append(
-            {
-                "type": "reasoning",
-                "id": f"rs_{answered.id}",
-                "summary": [],
-                "content": [{"type": "reasoning_text", "text": said.thinking}],
-            }
-        )
+def _items(heading: Heading, said: Said) -> list[dict[str, Any]]:
+    items = [_reasoning(heading, said.thinking)] if said.thinking else []
     if said.text or not said.calls:
-        part = {"type": "output_text", "text": said.text, "annotations": [], "logprobs": []}
-        items.append(
-            {
-                "type": "message",
-                "id": f"msg_{answered.id}",
-                "role": "assistant",
-                "status": "completed",
-                "content": [part],
-            }
-        )
-    for id_, call in said.calls:
-        items.append(
-            {
-                "type": "function_call",
-                "id": f"fc_{id_}",
-                "call_id": id_,
-                "name": call.name,
-                "arguments": call.arguments,
-                "status": "completed",
-            }
-        )
-    return items
+        items.append(_message(heading, said.text))
+    return items + _calls(said)
+
+
+def _reasoning(heading: Heading, text: str) -> dict[str, Any]:
+    return {
+        "type": "reasoning",
+        "id": f"rs_{heading.id}",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": text}],
+    }
+
+
+def _message(heading: Heading, text: str) -> dict[str, Any]:
+    return {
+        "type": "message",
+        "id": f"msg_{heading.id}",
+        "role": "assistant",
+        "status": "completed",
+        "content": [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}],
+    }
+
+
+def _calls(said: Said) -> list[dict[str, Any]]:
+    return [
+        {
+            "type": "function_call",
+            "id": f"fc_{id_}",
+            "call_id": id_,
+            "name": call.name,
+            "arguments": call.arguments,
+            "status": "completed",
+        }
+        for id_, call in said.calls
+    ]
 
 
 def _usage(said: Said) -> dict[str, Any]:

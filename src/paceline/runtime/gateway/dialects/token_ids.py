@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.runtime.gateway.asked import Answered, Asked, ignored, stop_strings, whole_number
+from paceline.runtime.gateway.asked import (
+    Answered,
+    Asked,
+    Heading,
+    Telling,
+    ignored,
+    stop_strings,
+    whole_number,
+)
 from paceline.runtime.gateway.dialects.chat import usage
 from paceline.runtime.gateway.dialects.completions import checked_ids
 from paceline.runtime.gateway.failures import Refused
@@ -47,7 +55,7 @@ class Generate:
             "prompt_logprobs": None,
         }
 
-    def events(self, asked: Asked, answered: Answered, session: Any) -> list[bytes]:
+    def telling(self, asked: Asked, heading: Heading, session: Any) -> Telling:
         raise Refused(400, "this route does not stream", param="stream")
 
     def error(self, refused: Refused) -> dict[str, Any]:

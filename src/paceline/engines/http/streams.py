@@ -1,0 +1,98 @@
+"""A reply that comes in parts, while it is sampled: told on at once, and put together to be checked as a whole one.
+
+Asked for only where somebody listens (`GenerateRequest.tell`): a part costs as much as a short reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from paceline.domain.ids import Version
+from paceline.engines.http.link import LinkLost
+from paceline.engines.http.wire import Choice, Content, Reply, Span, Usage, exact, excerpt
+from paceline.errors import EngineError
+from paceline.ports import GenerateReply
+
+
+class _Part(msgspec.Struct, frozen=True, gc=False):
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    error: Any = None
+
+
+_decoder = msgspec.json.Decoder(_Part)
+
+
+class Heard:
+    """What a stream has said so far."""
+
+    def __init__(self, tell: Callable[[Sequence[int]], None], *, spans: bool) -> None:
+        """`spans`: as `wire.decode` has it."""
+        self._tell = tell
+        self._spans = spans
+        self._ids: list[int] = []
+        self._logprobs: list[float | None] = []
+        self._runs: list[Span] | None = None
+        self._finish: str | None = None
+        self._stop_reason: str | int | None = None
+        self._usage: Usage | None = None
+        self.is_begun = False
+        """Whether the answer is a stream at all."""
+
+    @property
+    def tokens(self) -> int:
+        return len(self._ids)
+
+    def take(self, data: bytes) -> None:
+        """One event. LinkLost when the server says that it breaks off; EngineError for what cannot be read."""
+        self.is_begun = True
+        if data == b"[DONE]":
+            return
+        try:
+            part = _decoder.decode(data)
+        except msgspec.DecodeError as error:
+            raise EngineError(
+                f"the engine's stream cannot be read: {error} (it says {excerpt(data)!r})"
+            ) from None
+        if part.error is not None:
+            said = part.error.get("message") if isinstance(part.error, dict) else part.error
+            raise LinkLost(f"it broke the stream off: {said}", arrived=True)
+        self._usage = part.usage or self._usage
+        if part.choices:
+            self._choice(part.choices[0])
+
+    def _choice(self, choice: Choice) -> None:
+        ids, given = choice.token_ids, choice.logprobs
+        self._finish = choice.finish_reason or self._finish
+        self._runs = choice.weight_versions or self._runs
+        if choice.stop_reason is not None:
+            self._stop_reason = choice.stop_reason
+        if not ids:
+            return
+        values: Sequence[float | None] | None = None
+        if given is not None:
+            values = given.token_logprobs if given.content is None else [one.logprob for one in given.content]
+        if values is None or len(values) != len(ids):
+            raise EngineError(
+                f"the engine's stream gave {len(ids)} token ids and {len(values or ())} logprobs after {self.tokens} tokens"
+            )
+        self._ids += ids
+        self._logprobs += values
+        self._tell(ids)
+
+    def whole(self, known: Version) -> GenerateReply:
+        """The reply. LinkLost when the stream ended before it was whole; EngineError as `wire.decode`."""
+        if self._finish is None:
+            raise LinkLost("the stream ended without a finish_reason", arrived=True)
+        return self._reply(self._finish, known, self._runs)
+
+    def kept(self, known: Version) -> GenerateReply:
+        """What there is, as of a request that was aborted: who sampled it was not said yet."""
+        return self._reply("abort", known, None)
+
+    def _reply(self, finish: str, known: Version, runs: list[Span] | None) -> GenerateReply:
+        choice = Choice(self._ids, Content(token_logprobs=self._logprobs), finish, self._stop_reason, runs)
+        return exact(Reply([choice], self._usage), known, spans=self._spans)
