@@ -17,7 +17,7 @@ import numpy as np
 
 from paceline.domain.ids import RolloutId
 from paceline.domain.part import Asked, Part
-from paceline.journal import partial
+from paceline.journal import FileJournal, partial
 from paceline.journal.partial import PartStore
 
 PROMPT, SAMPLED = 512, 2048
@@ -55,13 +55,15 @@ def _parts() -> list[Part]:
 
 async def _measured(parts: list[Part]) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
-        store = PartStore(folder, "bench", fsync_s=3600)
+        journal = FileJournal(folder, "bench")
+        store = PartStore(folder, "bench", journal, fsync_s=3600)
         fields = [msgspec.structs.astuple(part) for part in parts]
         began = time.thread_time()
         for each in fields:
             store.keep(Part(*each))
         loop = time.thread_time() - began
         await store.close()
+        await journal.close()
         nbytes = store.nbytes
     began = time.thread_time()
     for block in partial.blocks(parts):

@@ -137,7 +137,7 @@ def test_a_journal_recorded_earlier_is_still_decided_the_same() -> None:
         RecordedRun(ASSET), lambda _: Core(storm.setup, storm._admission(), storm._scheduling()), line_of
     )
     assert report.divergence is None, told(report)
-    assert (report.records, report.lives, report.skipped) == (410, 3, ())
+    assert (report.records, report.lives, report.skipped) == (573, 3, ())
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ import pytest
 from paceline.config import EvalSection
 from paceline.core.recovery import EMPTY, Recovery
 from paceline.domain.ids import RolloutId
-from paceline.domain.rollout import Rollout
+from paceline.domain.rollout import Outcome, Rollout
 from paceline.journal.lines import Line, Restorer, line_of
-from paceline.testing import World, chaos, setup_for, train_env
+from paceline.testing import Invariants, Plan, Script, World, alternating, chaos, setup_for, train_env
 
 
 def wild(seed: int, **options: Any) -> World:
@@ -53,10 +53,6 @@ def normal(state: dict[str, Any]) -> dict[str, Any]:
     # Evals take group numbers before they start, and a number that nobody has seen may be given again.
     for name in ("admission", "shipping", "next_group"):
         plain.pop(name, None)
-    # Of a group that waited for room to start whole, the journal knows from its first start on.
-    for group in (*plain["groups"], *plain["processing"]):
-        if group["task"][0] == "a":
-            group["since"] = group["step"] = 0
     plain["plan"] = {env: version for env, version in plain["plan"].items() if version >= 0}
     curriculum = plain["curriculum"]
     # What a mix and a sampler have learnt is that of the newest checkpoint, like what admission has.
@@ -85,11 +81,7 @@ def test_the_fold_over_the_journal_is_the_core_at_every_record(seed: int) -> Non
     def watch(world: World, event: Any, commands: Any) -> None:
         draining = world.core._draining is not None
         sparse = len(snapshots) % 7 and len(snapshots) > 40
-        # A group that waits for room to start whole is in no record: after a restart its task is drawn again.
-        unknown = any(
-            not group.launched for group in world.core.groups.groups() if group.task.split == "train"
-        )
-        snapshots.append(None if draining or sparse or unknown else normal(world.core.snapshot()))
+        snapshots.append(None if draining or sparse else normal(world.core.snapshot()))
 
     world = wild(seed, watch=watch)
     world.at(25.0, lambda: world.lose("e0"))
@@ -105,3 +97,58 @@ def test_the_fold_over_the_journal_is_the_core_at_every_record(seed: int) -> Non
             assert recovery.wanted() <= set(rollouts)
             assert normal(recovery.state(rollouts, {})) == expected, f"after record {seq}"
     assert compared > 50
+
+
+@pytest.mark.parametrize("from_checkpoint", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_end_of_the_orchestrator_costs_a_member_none_of_its_attempts(
+    whole: bool, from_checkpoint: bool
+) -> None:
+    def plan(rollout: RolloutId, task: Any) -> Plan:
+        """The first two attempts are cut off by kills, behind a first answer; the next fails, the one after it ends well."""
+        if rollout.attempt < 2:
+            return Plan(((0.0, 1.0), (0.0, 1000.0)))
+        return (
+            Plan(outcome=Outcome("failed", "infrastructure", "no sandbox"))
+            if rollout.attempt == 2
+            else Plan()
+        )
+
+    setup = setup_for(train_env(group_size=2, max_attempts=2), batch=2, max_steps=1)
+    if whole:
+        setup = msgspec.structs.replace(setup, whole_groups=frozenset({("train", "env")}))
+    world = World(setup, Script(plan=plan, reward=alternating), cap=2)
+    journal: list[Any] = []
+    rollouts: dict[RolloutId, Rollout] = {}
+    for kill in (5.0, 10.0):
+        world.run(until=kill)
+        journal += world.trace.journal
+        rollouts |= {rollout.id: rollout for rollout in world.trace.ended}
+        recovery = Recovery(EMPTY)
+        if from_checkpoint:
+            recovery = Recovery(
+                msgspec.msgpack.decode(msgspec.msgpack.encode(world.core.snapshot()), strict=False)
+            )
+        else:
+            for seq, at, event, commands in as_read(journal):
+                recovery.apply(seq, at, event, commands)
+        world = World(
+            setup,
+            world.script,
+            cap=2,
+            recovery=recovery,
+            rollouts=rollouts,
+            parts={
+                left.id: [p for p in world.trace.parts if p.rollout == left.id] for left in recovery.under_way
+            },
+            first_seq=len(journal),
+            now=kill,
+            watch=Invariants(),
+        )
+    world.run(until=100.0)
+    ended = {rollout.id: rollout.outcome.ending for rollout in world.trace.ended if rollout.id.group == 0}
+    assert ended == {
+        RolloutId(0, member, attempt): ending
+        for member in (0, 1)
+        for attempt, ending in ((1, "failed"), (2, "failed"), (3, "completed"))
+    }

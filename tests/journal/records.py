@@ -97,6 +97,8 @@ def one_of_each() -> list[tuple[e.Event, tuple[c.Command, ...]]]:
                 c.NoteDead("a", 32, "32 groups in a row"),
                 c.NoteOutage("a", True, "env 'a' is out"),
                 c.NoteQuarantine("a", 3, "task 3 of env 'a' is not drawn any more"),
+                c.NoteOpened(4, TaskRef("a", "train", 5), 3, 11, 2),
+                c.NoteRedraw(TaskRef("a", "train", 5), 2),
                 c.SkipTask(TaskRef("a", "train", 3)),
                 c.ParkRollout(ids[0], "over the cap"),
             ),

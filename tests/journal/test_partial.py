@@ -10,9 +10,11 @@ from typing import BinaryIO
 import numpy as np
 import pytest
 
+from paceline.domain.events import RolloutEnded
 from paceline.domain.ids import RolloutId
 from paceline.domain.part import Asked, Part
-from paceline.journal import partial
+from paceline.domain.rollout import COMPLETED, Rollout
+from paceline.domain.task import TaskRef
 from paceline.journal.output import Output
 from paceline.journal.partial import PartStore, read_parts
 
@@ -49,6 +51,24 @@ def same(one: Part, other: Part) -> bool:
     )
 
 
+class Kept:
+    """A journal, of which all but the last `behind` records are durable."""
+
+    def __init__(self) -> None:
+        self.next_seq = self.behind = 0
+
+    @property
+    def durable(self) -> int:
+        return self.next_seq - self.behind
+
+    def ends(self, store: PartStore, rollout: RolloutId) -> None:
+        """As in a run: the runner has done with it, then its record is handed over."""
+        store.ended(rollout)
+        self.next_seq += 1
+        ended = RolloutEnded(Rollout(id=rollout, task=TaskRef("a", "train", 0), outcome=COMPLETED))
+        store.apply(0.0, ended, ())
+
+
 def files(root: Path) -> list[str]:
     return sorted(path.name for path in (root / "partial").iterdir())
 
@@ -62,7 +82,7 @@ async def until(holds: object) -> None:
 
 
 async def test_parts_come_back_as_they_were_until_their_rollout_has_ended(tmp_path: Path) -> None:
-    store = PartStore(tmp_path, "run", fsync_s=0)
+    store = PartStore(tmp_path, "run", kept := Kept(), fsync_s=0)
     sent = [part(A, 0), part(B, 0), part(A, 1), part(A, 2)]
     for each in sent:
         store.keep(each)
@@ -72,14 +92,14 @@ async def test_parts_come_back_as_they_were_until_their_rollout_has_ended(tmp_pa
     assert all(same(one, other) for one, other in zip(found[A], [sent[0], *sent[2:]], strict=True))
     assert same(found[B][0], sent[1])
     assert set(read_parts(tmp_path, [B])) == {B}
-    store.ended(A)
-    store.ended(B)
+    kept.ends(store, A)
+    kept.ends(store, B)
     await store.close()
     assert files(tmp_path) == []
 
 
 async def test_a_rollout_that_ends_before_they_are_written_costs_no_disk(tmp_path: Path) -> None:
-    store = PartStore(tmp_path, "run", fsync_s=60)
+    store = PartStore(tmp_path, "run", Kept(), fsync_s=60)
     store.keep(part(A, 0))
     store.keep(part(B, 0))
     store.ended(A)
@@ -88,36 +108,38 @@ async def test_a_rollout_that_ends_before_they_are_written_costs_no_disk(tmp_pat
     assert set(read_parts(tmp_path, [A, B])) == {B}, "one that is under way when the run is cut off is kept"
 
 
-async def test_files_go_when_every_rollout_in_them_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(partial, "_LINGER_S", 0.0)
-    store = PartStore(tmp_path, "run", fsync_s=0, file_bytes=1)
+async def test_files_go_when_the_record_of_every_rollout_in_them_is_durable(tmp_path: Path) -> None:
+    store = PartStore(tmp_path, "run", kept := Kept(), fsync_s=0, file_bytes=1)
     for number in range(3):
         store.keep(part(A, number))
         await until(lambda number=number: store.written == number + 1)
     store.keep(part(B, 0))
     await until(lambda: store.written == 4)
     assert files(tmp_path) == ["000001.part", "000002.part", "000003.part", "000004.part"]
-    store.ended(A)
+    kept.behind = 1
+    kept.ends(store, A)
     store.keep(part(B, 1))
-    await until(lambda: len(files(tmp_path)) == 2)
+    await until(lambda: store.written == 5)
+    assert len(files(tmp_path)) == 5, "its record may be lost yet, and it would go on from them"
+    kept.behind = 0
+    store.keep(part(B, 2))
+    await until(lambda: len(files(tmp_path)) == 3)
     assert set(read_parts(tmp_path, [A, B])) == {B}
     await store.close()
 
 
 async def test_the_next_life_keeps_what_goes_on_and_drops_the_rest(tmp_path: Path) -> None:
-    first = PartStore(tmp_path, "run", fsync_s=0, file_bytes=1)
+    first = PartStore(tmp_path, "run", Kept(), fsync_s=0, file_bytes=1)
     for number, each in enumerate((part(A, 0), part(B, 0), part(A, 1))):
         first.keep(each)
         await until(lambda number=number: first.written == number + 1)
     await first.close()  # a kill leaves no less
-    second = PartStore(tmp_path, "run", goes_on={A}, fsync_s=0)
+    second = PartStore(tmp_path, "run", kept := Kept(), goes_on={A}, fsync_s=0)
     second.keep(part(A, 2))
     await until(lambda: second.written == 1 and len(files(tmp_path)) == 3)
     assert [p.number for p in read_parts(tmp_path, [A, B])[A]] == [0, 1, 2]
     assert set(read_parts(tmp_path, [A, B])) == {A}
-    second.ended(A)
+    kept.ends(second, A)
     await second.close()
     assert files(tmp_path) == []
 
@@ -125,7 +147,7 @@ async def test_the_next_life_keeps_what_goes_on_and_drops_the_rest(tmp_path: Pat
 async def test_an_unfinished_end_is_cut_and_damage_costs_tokens_and_not_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = PartStore(tmp_path, "run", fsync_s=0)
+    store = PartStore(tmp_path, "run", Kept(), fsync_s=0)
     for number in range(3):
         store.keep(part(A, number))
         await until(lambda number=number: store.written == number + 1)
@@ -140,7 +162,7 @@ async def test_an_unfinished_end_is_cut_and_damage_costs_tokens_and_not_the_run(
     with caplog.at_level(logging.WARNING):
         assert [p.number for p in read_parts(tmp_path, [A])[A]] == [0]
     assert "go on with fewer tokens" in caplog.text
-    await PartStore(tmp_path, "run", goes_on={A}).close()
+    await PartStore(tmp_path, "run", Kept(), goes_on={A}).close()
 
 
 async def test_a_disk_that_refuses_them_is_told_once_and_the_run_goes_on(
@@ -148,13 +170,13 @@ async def test_a_disk_that_refuses_them_is_told_once_and_the_run_goes_on(
 ) -> None:
     write, refused = Output.write, [True]
 
-    def full(self: Output, *args: object) -> None:
+    def full(self: Output, *args: object, **options: object) -> None:
         if refused[0]:
             raise OSError(28, "No space left on device")
-        write(self, *args)  # type: ignore[arg-type]
+        write(self, *args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Output, "write", full)
-    store = PartStore(tmp_path, "run", fsync_s=0)
+    store = PartStore(tmp_path, "run", Kept(), fsync_s=0)
     store.keep(part(A, 0))
     await until(lambda: "No space left" in caplog.text)
     store.keep(part(A, 1))
@@ -179,7 +201,7 @@ async def test_a_full_disk_is_left_no_torn_parts_and_no_files_begun_in_vain(
             raise OSError(28, "No space left on device")
         put(self, file, data)
 
-    store = PartStore(tmp_path, "run", fsync_s=0)
+    store = PartStore(tmp_path, "run", kept := Kept(), fsync_s=0)
     with monkeypatch.context() as patch:
         patch.setattr(Output, "_put", full)
         for number in range(3):
@@ -189,7 +211,7 @@ async def test_a_full_disk_is_left_no_torn_parts_and_no_files_begun_in_vain(
     await until(lambda: store.written == 1)
     assert files(tmp_path) == ["000001.part"]
     assert set(read_parts(tmp_path, [A, B])) == {B}
-    store.ended(B)
+    kept.ends(store, B)
     await store.close()
     assert files(tmp_path) == []
 
@@ -206,7 +228,7 @@ async def test_files_that_a_failing_disk_leaves_behind_go_in_the_end(
         put(self, file, data)
 
     monkeypatch.setattr(Output, "_put", broken)
-    store = PartStore(tmp_path, "run", fsync_s=0)
+    store = PartStore(tmp_path, "run", Kept(), fsync_s=0)
     for number in range(3):
         store.keep(part(A, number))
         await until(lambda number=number: tries[0] == number + 1)

@@ -216,7 +216,11 @@ class Assembly:
                 stack.push_async_callback(gateway.close)
                 left = left_by(self.resumption, environments.runtimes)
                 parts = PartStore(
-                    self.run_dir, self.run_id, goes_on=left.goes_on, fsync_s=config.journal.fsync_s
+                    self.run_dir,
+                    self.run_id,
+                    journal,
+                    goes_on=left.goes_on,
+                    fsync_s=config.journal.fsync_s,
                 )
                 stack.push_async_callback(parts.close)
                 finish = await self._drive(
@@ -318,7 +322,7 @@ class Assembly:
             checkpoints=self.checkpoints(),
             packing=config.batch,
             offload=offload,
-            folds=folds,
+            folds=[*folds, parts],
             clock=clock,
             step_limit_s=config.trainer.step_s,
             revive=engines.revive,

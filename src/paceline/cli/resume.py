@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from paceline.domain.rollout import Rollout
 from paceline.errors import ConfigError, WireError
 from paceline.journal import read_extras, read_journal, read_rollouts
 from paceline.journal.files import file_numbers
+from paceline.journal.frames import LeftOut
 from paceline.journal.partial import read_parts
 from paceline.runtime.checkpoints import Checkpoints
 from paceline.transport.layout import VERSION_FILE, WEIGHTS, batch_dir, steps_in, versions_in, weights_dir
@@ -62,7 +63,11 @@ def resumption(run_dir: Path, config: RunConfig) -> tuple[str, Resumption | None
     core = Checkpoints(run_dir / "checkpoints" / "core", config.checkpoint.keep_last)
     step, state, notes = _newest(core)
     try:
-        goes_on = recovered(run_dir, config, EMPTY if state is None else state)
+        read = read_back(
+            run_dir, EMPTY if state is None else state, {env.label: env.group_size for env in config.env}
+        )
+        goes_on = recovered(run_dir, config, read)
+        notes += read.notes
     except CannotFold as why:
         notes.append(f"it goes on from its checkpoint alone: {why}")
         if state is None:
@@ -91,11 +96,12 @@ class ReadBack(NamedTuple):
     extras: Mapping[RolloutId, Extras]
     at: float
     """Time of the last record, in seconds of the run's clock."""
+    notes: tuple[str, ...] = ()
+    """What was left out of it that is more than the unfinished end which every kill may leave."""
 
 
-def recovered(run_dir: Path, config: RunConfig, state: dict[str, Any]) -> Resumption:
-    """Where the journal says that a run goes on. Raises as `read_back` does."""
-    read = read_back(run_dir, state, {env.label: env.group_size for env in config.env})
+def recovered(run_dir: Path, config: RunConfig, read: ReadBack) -> Resumption:
+    """Where the journal says that a run goes on. CannotFold when it does not say enough."""
     recovery = read.recovery
     return Resumption(
         recovery.state(read.rollouts, read.extras),
@@ -120,18 +126,24 @@ def read_back(run_dir: Path, state: dict[str, Any], group_sizes: Mapping[EnvName
     if not file_numbers(run_dir, "log"):
         raise CannotFold("there is no journal")
     recovery, at = Recovery(state, group_sizes), 0.0
+    notes: list[str] = []
+
+    def note(text: str) -> None:
+        if isinstance(text, LeftOut):
+            notes.append(text)
+
     try:
-        for record in read_journal(run_dir, since=state["seq"], on_note=_unsaid):
+        for record in read_journal(run_dir, since=state["seq"], on_note=note):
             recovery.apply(record.seq, record.at, record.event, record.commands)
             at = record.at
-        rollouts = _rollouts(run_dir, recovery)
-        extras = read_extras(run_dir, since=recovery.since, on_note=_unsaid)
+        rollouts = _rollouts(run_dir, recovery, note)
+        extras = read_extras(run_dir, since=recovery.since, on_note=note)
     except WireError as error:
         raise WireError(
             f"{error}; or move {run_dir / 'journal'} and {run_dir / 'rollouts'} aside, to go on from the newest "
             "checkpoint alone"
         ) from error
-    return ReadBack(recovery, rollouts, extras, at)
+    return ReadBack(recovery, rollouts, extras, at, tuple(dict.fromkeys(notes)))
 
 
 def _parts(run_dir: Path, recovery: Recovery) -> dict[RolloutId, tuple[Part, ...]]:
@@ -141,15 +153,11 @@ def _parts(run_dir: Path, recovery: Recovery) -> dict[RolloutId, tuple[Part, ...
     return {each.id: whole_parts(written.get(each.id, ()), each.requests) for each in left}
 
 
-def _unsaid(note: str) -> None:
-    """An unfinished end is what a kill leaves, and no news."""
-
-
-def _rollouts(run_dir: Path, recovery: Recovery) -> dict[RolloutId, Rollout]:
+def _rollouts(run_dir: Path, recovery: Recovery, note: Callable[[str], None]) -> dict[RolloutId, Rollout]:
     wanted = recovery.wanted()
     if not wanted:
         return {}
-    found = {r.id: r for r in read_rollouts(run_dir, wanted, since=recovery.since, on_note=_unsaid)}
+    found = {r.id: r for r in read_rollouts(run_dir, wanted, since=recovery.since, on_note=note)}
     if missing := sorted(map(str, wanted - set(found))):
         raise CannotFold(f"{len(missing)} rollouts are not in the rollout store, {missing[0]} is the first")
     return found

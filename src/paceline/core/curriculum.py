@@ -149,6 +149,11 @@ class Curriculum:
             self.mix.returned(task.env, len(queued), tokens)
         return refused
 
+    def goes_on(self, env: EnvName) -> None:
+        """A group of it is under way that was not drawn now: of an earlier life, put off before, or split from another."""
+        if self.mix is not None and env in self.samplers:
+            self.mix.drawn(env)
+
     def quarantined(self, task: TaskRef, result: GroupResult) -> NoteQuarantine | None:
         """What to tell when a group that was processed is one too many that failed: its task is not drawn any more."""
         note = self.quarantine.closed(task, result)

@@ -25,6 +25,7 @@ class GroupState(Generic[M]):
     __slots__ = (
         "arrived",
         "closed_unlaunched",
+        "excused",
         "fallback",
         "id",
         "launched",
@@ -73,6 +74,18 @@ class GroupState(Generic[M]):
         """Places in batches to come that it holds (`Pacing`)."""
         self.tokens: dict[RolloutId, int] = {}
         """Sampled tokens of each attempt in `arrived`, as the engine requests reported them."""
+        self.excused: dict[tuple[GroupId, int], int] = {}
+        """Of members, by the group they were started in and their number: attempts that the end of the orchestrator cut
+        off, which are none of theirs."""
+
+    def excuse(self, rollout: RolloutId) -> None:
+        """An attempt was cut off by the end of the orchestrator, and is tried again."""
+        member = rollout[:2]
+        self.excused[member] = self.excused.get(member, 0) + 1
+
+    def attempts_of(self, rollout: RolloutId) -> int:
+        """Attempts at a member up to this one that count against its limit."""
+        return rollout.attempt + 1 - self.excused.get(rollout[:2], 0)
 
     def plain(self, id_of: Callable[[M], RolloutId]) -> dict[str, Any]:
         """For a checkpoint; `restore` reads it."""
@@ -94,6 +107,7 @@ class GroupState(Generic[M]):
             "put_off": None if self.put_off is None else msgspec.to_builtins(self.put_off),
             "references": list(self.references),
             "fallback": self.fallback,
+            "excused": [[*member, count] for member, count in self.excused.items()],
         }
 
     @classmethod
@@ -112,6 +126,7 @@ class GroupState(Generic[M]):
             group.references = group.put_off.references
         group.references = tuple(plain.get("references", group.references))
         group.fallback = plain.get("fallback")
+        group.excused = {(number, member): count for number, member, count in plain.get("excused", ())}
         return group
 
 
@@ -223,6 +238,7 @@ class GroupLedger:
         opened = self.open(rest, group.task, len(rollouts), group.seed, group.since)
         opened.launched = len(rollouts)
         opened.engine, opened.step = group.engine, group.step
+        opened.excused = dict(group.excused)
         for rollout in rollouts:
             self._moved[rollout.group, rollout.member] = rest
         group.left += len(rollouts)

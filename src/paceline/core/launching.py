@@ -134,6 +134,7 @@ class Launcher:
     def adopt(self, group: OpenGroup) -> None:
         """Take a train group of an earlier life in line, oldest first."""
         self.pacing.taken += group.places
+        self.curriculum.goes_on(group.task.env)
         self._policy.opened(group)
         if group.owes_launches:
             self._launchable[group.task.env].append(group)
@@ -242,13 +243,16 @@ class Launcher:
     def _start_train(self, cut: int, processing: int, free: int) -> int:
         """Continue an open group, else open a fresh one; returns how many rollouts started, 0 when neither may now."""
         if self.owing and not self._policy.may_start():
-            return False
+            return 0
         group = self._oldest_owing() if self.owing else None
+        is_fresh = group is None
         if group is None:
             group = self._open_next(cut, processing)
             if group is None:
                 return 0
         if not self._fits(group, free):
+            if is_fresh:
+                self._note_opened(group)
             return 0
         env = group.task.env
         started = self._start_members(group)
@@ -329,6 +333,7 @@ class Launcher:
         group.references = kept.references
         if kept.group_seed is not None:
             group.seed = kept.group_seed
+        self.curriculum.goes_on(kept.task.env)
         return self._admit(group, cut)
 
     def _admit(self, group: OpenGroup, cut: int) -> OpenGroup:
@@ -338,7 +343,16 @@ class Launcher:
         group.places = group.needs
         self.pacing.taken += group.places
         self._policy.opened(group)
+        if self._policy.has_order:
+            self._note_opened(group)
         return group
+
+    def _note_opened(self, group: OpenGroup) -> None:
+        """Others may start before it: without a word of it, a life that goes on from the journal would take it for not
+        drawn, and count one that was drawn later in its place."""
+        needs = 0 if group.needs == group.size else group.needs
+        put_off = 0 if group.put_off is None else group.put_off.number
+        self._out.say(do.NoteOpened(group.id, group.task, group.size, group.seed, needs, put_off))
 
     def new_number(self) -> GroupId:
         """The id of a group to be opened."""

@@ -102,6 +102,10 @@ class Mix:
         if state is not None:
             state.brought = max(0.0, state.brought - float(tokens if self.by == "tokens" else rollouts))
 
+    def under_way(self, env: EnvName) -> int:
+        """Groups of it that have been opened and not processed."""
+        return self._envs[env].under_way
+
     # ── what follows ──
 
     def shares(self, open_to: Sequence[EnvName]) -> list[float]:

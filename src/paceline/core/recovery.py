@@ -30,7 +30,7 @@ from paceline.domain import events as on
 from paceline.domain.batch import Batch
 from paceline.domain.commands import Command
 from paceline.domain.events import Event
-from paceline.domain.group import ClosedGroup, Verdict
+from paceline.domain.group import ClosedGroup
 from paceline.domain.ids import EnvName, GroupId, RolloutId, Version, parse_rollout_id
 from paceline.domain.rollout import Outcome, Rollout
 from paceline.domain.sample import Sample
@@ -128,6 +128,8 @@ class Recovery:
         self._scheduling: dict[str, Any] = dict(state["scheduling"])
         self._kept = {each["number"]: msgspec.convert(each, do.PutOff) for each in state["kept"]}
         self._put_offs: int = state["put_offs"]
+        self._closed_kept: do.PutOff | None = None
+        """What the group was opened from that was processed last."""
         self._moved: dict[tuple[GroupId, int], GroupId] = {
             (group, member): rest for group, member, rest in state["moved"]
         }
@@ -137,6 +139,8 @@ class Recovery:
             on.RolloutContinued: self._continued,
             on.GroupProcessed: self._processed,
             on.BatchShipped: self._shipped,
+            do.NoteOpened: self._note_opened,
+            do.NoteRedraw: self._begins_again,
             do.StartRollout: self._start,
             do.ProcessGroup: self._process,
             do.ShipBatch: self._ship,
@@ -158,8 +162,11 @@ class Recovery:
         self._at = at
         handlers = self._handlers
         if type(event) is on.RolloutEnded:
-            again = any(type(c) is do.NoteRetry and c.rollout == event.rollout.id for c in commands)
-            self._ended(event.rollout, again)
+            retried = [c.rollout for c in commands if type(c) is do.NoteRetry]
+            if event.rollout.outcome.cause == "restart":
+                for rollout in retried:
+                    self._excuse(rollout)
+            self._ended(event.rollout, event.rollout.id in retried)
         elif handler := handlers.get(type(event)):
             handler(event)
         for command in commands:
@@ -178,24 +185,17 @@ class Recovery:
         rollout, task = command.rollout, command.task
         self._flights[rollout] = UnderWay(rollout, task, started=self._at)
         self._account.launched(self._account_of(task))
-        self._next_group = max(self._next_group, rollout.group + 1)
         if task.split != "train":
+            self._next_group = max(self._next_group, rollout.group + 1)
             return
         group = self._group_of(rollout)
         if group is None:
             size = command.group_size or self._sizes.get(task.env, 0)
             if not size:
                 raise CannotFold(f"the journal does not say how large the groups of env {task.env!r} were")
-            group = self._groups[rollout.group] = _Group(
-                rollout.group, task, size, command.group_seed, self.seq
+            group = self._open(
+                rollout.group, task, size, command.group_seed, command.group_needs, command.put_off
             )
-            group.needs = group.places = command.group_needs or size
-            group.step = self.cut + 1
-            if command.put_off:
-                group.put_off = self._kept.pop(command.put_off)
-                group.references = group.put_off.references
-            else:
-                self._draw(task)
         if not rollout.attempt:
             group.launched = rollout.member + 1
             return
@@ -207,6 +207,24 @@ class Recovery:
         ):  # a journal without `NoteRetry`: only now is it known that it was no last one
             group.arrived.remove(before)
             self._account_of(task).move("grouped", "failed", group.tokens.pop(before))
+
+    def _note_opened(self, command: do.NoteOpened) -> None:
+        self._open(
+            command.group, command.task, command.size, command.group_seed, command.needs, command.put_off
+        )
+
+    def _open(self, number: GroupId, task: TaskRef, size: int, seed: int, needs: int, put_off: int) -> _Group:
+        """`needs` 0: all of its members."""
+        self._next_group = max(self._next_group, number + 1)
+        group = self._groups[number] = _Group(number, task, size, seed, self.seq)
+        group.needs = group.places = needs or size
+        group.step = self.cut + 1
+        if put_off:
+            group.put_off = self._kept.pop(put_off)
+            group.references = group.put_off.references
+        else:
+            self._draw(task)
+        return group
 
     def _drawn_of(self, env: EnvName) -> dict[str, Any]:
         return self._envs.setdefault(env, {"drawn": 0, "fingerprint": None, "redraw": []})
@@ -270,6 +288,10 @@ class Recovery:
             if rollout.outcome.cause == "deferred" and rollout.outcome.ending == "cancelled":
                 group.places -= 1
 
+    def _excuse(self, rollout: RolloutId) -> None:
+        if (group := self._group_of(rollout)) is not None:
+            group.excuse(rollout)
+
     def _retried(self, command: do.NoteRetry) -> None:
         """A member that had ended, and is tried again with the others of a group that runs in one call."""
         group = self._group_of(command.rollout)
@@ -282,7 +304,7 @@ class Recovery:
     def _process(self, command: do.ProcessGroup) -> None:
         closed = command.group
         if (group := self._groups.pop(closed.id, None)) is None:
-            # It waited for permits for all its members, and was given up before one of them had started.
+            # Given up before one of its members had started, and earlier releases did not tell of it until then.
             group = _Group(closed.id, closed.task, closed.size, 0, self.seq)
             self._next_group = max(self._next_group, closed.id + 1)
             self._draw(closed.task)
@@ -303,21 +325,24 @@ class Recovery:
         if (group := self._processing.pop(result.group, None)) is None:
             return
         account = self._account_of(group.task)
-        listed = 0
         for verdict in result.verdicts:
             sampled = group.tokens.pop(verdict.rollout)
             account.move("grouped", verdict.fate, sampled)
             if verdict.fate == "queued":
-                listed += 1
                 ships = sum([sample.trainable_tokens for sample in verdict.samples])
                 account.move("queued", "overlong", sampled - ships, rollouts=0)
                 self._list[verdict.rollout] = _Entry(
                     group.task.env, verdict.samples, group.since, whole=False
                 )
-        if not listed and (
-            group.closed_unlaunched or any(_was_stopped(verdict) for verdict in result.verdicts)
-        ):
-            self._envs[group.task.env]["redraw"].append((group.task.index, group.task.epoch))
+        if group.put_off is not None:
+            self._closed_kept = group.put_off
+
+    def _begins_again(self, command: do.NoteRedraw) -> None:
+        """Said of the group that has just been processed."""
+        if not command.put_off:
+            self._envs[command.task.env]["redraw"].append((command.task.index, command.task.epoch))
+        elif (kept := self._closed_kept) is not None and kept.number == command.put_off:
+            self._kept[kept.number] = kept
 
     def _ship(self, command: do.ShipBatch) -> None:
         batch = command.batch
@@ -362,6 +387,7 @@ class Recovery:
         count = len(command.rollouts)
         rest = _Group(command.rest, group.task, count, group.seed, group.since)
         rest.launched, rest.places, rest.step = count, 0, group.step
+        rest.excused = dict(group.excused)
         self._groups[rest.id] = rest
         self._next_group = max(self._next_group, rest.id + 1)
         for rollout in command.rollouts:
@@ -490,10 +516,6 @@ def _samples(
     for oldest in entry.masks:
         samples = masked(samples, oldest)
     return samples
-
-
-def _was_stopped(verdict: Verdict) -> bool:
-    return verdict.fate == "cancelled" and verdict.reason.startswith(("shutdown", "surplus"))
 
 
 def _same(rollout: RolloutId) -> RolloutId:

@@ -251,7 +251,7 @@ class Core:
             self._ordered.left(flight)
         if (note := self.launcher.breakers.ended(rollout, self._out.now)) is not None:
             self._out.say(note)
-        if self._may_retry(rollout):
+        if self._may_retry(group, rollout):
             flight.account.move("in_flight", "failed", flight.sampled)
             limit = self._specs[rollout.task.env].max_attempts
             self._try_again(group, rollout, f"{rollout.outcome.cause}: at most {limit} attempts")
@@ -301,9 +301,18 @@ class Core:
             if note := self.dead.add(result, env, event.error or refused or None):
                 self._out.say(note)
         elif not listed and (group.closed_unlaunched or any(v.fate == "cancelled" for v in result.verdicts)):
-            # The end cut it short: it says nothing about the task, which a resumed run draws again.
-            self._cut_short.append(group.task)
+            self._begin_again(group, result)
         return True
+
+    def _begin_again(self, group: OpenGroup, result: GroupResult) -> None:
+        """The end cut a group short: it says nothing about the task, which a resumed run begins again."""
+        if any(verdict.rollout.group != group.id for verdict in result.verdicts):
+            return  # it was split from another, whose members have told what they could
+        if (kept := group.put_off) is None:
+            self._cut_short.append(group.task)
+        else:
+            self.launcher.kept[kept.number] = kept
+        self._out.say(do.NoteRedraw(group.task, 0 if kept is None else kept.number))
 
     def _refuse(self, result: GroupResult, why: str) -> GroupResult:
         """Throw a group away that is listed; the result as it then stands, for whoever hears of it after the gates."""
@@ -392,13 +401,13 @@ class Core:
 
     # ── endings and training ──
 
-    def _may_retry(self, rollout: Rollout) -> bool:
+    def _may_retry(self, group: OpenGroup, rollout: Rollout) -> bool:
         if self._draining is not None or rollout.outcome.ending != "failed":
             return False
         if self._runs_whole(rollout.task):
             return False  # its members run together, in one call: none can be tried again by itself
         limit = self._specs[rollout.task.env].max_attempts
-        return rollout.outcome.cause in _RETRIED and rollout.id.attempt + 1 < limit
+        return rollout.outcome.cause in _RETRIED and group.attempts_of(rollout.id) < limit
 
     def _runs_whole(self, task: TaskRef) -> bool:
         return (task.split, task.env) in self.setup.whole_groups
@@ -410,7 +419,7 @@ class Core:
         members = [last, *group.arrived]
         lost = [m for m in members if m.outcome.ending == "failed" and m.outcome.cause in _RETRIED]
         limit = self._specs[last.task.env].max_attempts
-        if not lost or last.id.attempt + 1 >= limit:
+        if not lost or group.attempts_of(last.id) >= limit:
             return False
         if any(m.outcome.ending == "cancelled" and m.outcome.cause != "self" for m in members):
             return False  # we wanted it to end
@@ -447,13 +456,18 @@ class Core:
             flight.account.move("in_flight", "grouped", flight.sampled)
             group.tokens[rollout.id] = flight.sampled
             if group.awaits_one:
-                self._try_all_again(group, [rollout, *group.arrived], why)
+                members = [rollout, *group.arrived]
+                for member in members:
+                    group.excuse(member.id)
+                self._try_all_again(group, members, why)
             else:
                 group.arrived.append(rollout)
             return
         flight.account.move("in_flight", "failed", flight.sampled)
         if self.groups.has(rollout.id):
-            self._try_again(self.groups.of(rollout.id), rollout, why)
+            group = self.groups.of(rollout.id)
+            group.excuse(rollout.id)
+            self._try_again(group, rollout, why)
 
     def _process(self, group: OpenGroup, closed: ClosedGroup | None) -> None:
         if closed is None:
@@ -582,6 +596,7 @@ class Core:
     def split(self, group: OpenGroup, flights: Sequence[Flight], reason: str) -> OpenGroup:
         rest, rollouts = self.launcher.new_number(), tuple([flight.id for flight in flights])
         self._out.say(do.SplitGroup(group.id, rest, rollouts, reason))
+        self.curriculum.goes_on(group.task.env)
         self._process(group, self.groups.split(group.id, rest, rollouts))
         return self.groups[rest]
 
@@ -761,6 +776,7 @@ class Core:
         for each in state["processing"]:
             group = OpenGroup.restore(each, rollouts.__getitem__)
             self.pacing.taken += group.places
+            self.curriculum.goes_on(group.task.env)
             self._processing[group.id] = group
         for row in state["flights"]:
             left = UnderWay.restore(row)

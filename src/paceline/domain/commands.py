@@ -126,6 +126,29 @@ class NoteQuarantine(msgspec.Struct, frozen=True, gc=False, tag=True):
     reason: str
 
 
+class NoteOpened(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """A group was opened whose members do not start at once: they wait for a seat, or for room for all of them. One that
+    starts as it is opened is told of by its `StartRollout`s. Nothing to perform, and not answered."""
+
+    group: GroupId
+    task: TaskRef
+    size: int
+    group_seed: int
+    needs: int = 0
+    """Members that make it whole; 0: all of them."""
+    put_off: int = 0
+    """Number of the `PutOff` that it comes from; 0 for a task that was drawn."""
+
+
+class NoteRedraw(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """The end of the run has cut a group short that could bring nothing: a resumed run begins it again. Nothing to perform, and
+    not answered."""
+
+    task: TaskRef
+    put_off: int = 0
+    """Number of the `PutOff` that it came from, which is kept again; 0: its task is drawn again."""
+
+
 class SkipTask(msgspec.Struct, frozen=True, gc=False, tag=True):
     """A task came next, and was passed over: it rests, or is in quarantine. Nothing to perform, and not answered."""
 
@@ -306,6 +329,8 @@ Command: TypeAlias = (
     | NoteDead
     | NoteOutage
     | NoteQuarantine
+    | NoteOpened
+    | NoteRedraw
     | SkipTask
     | ProcessGroup
     | UpdateWeights

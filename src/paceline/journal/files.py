@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from paceline.errors import WireError
-from paceline.journal.frames import FileKind, Frame, FrameReader, TornStart
+from paceline.journal.frames import FileKind, Frame, FrameReader, LeftOut, TornStart
 
 FOLDERS: dict[FileKind, str] = {"log": "journal", "rollouts": "rollouts", "partial": "partial"}
 SUFFIXES: dict[FileKind, str] = {"log": ".log", "rollouts": ".seg", "partial": ".part"}
@@ -117,7 +117,8 @@ def read_frames(
                 yield path, frame
                 following = max(following, frame.last_seq + 1)
             if reader.torn:
-                on_note(f"{path}: {reader.torn} was never finished and does not count")
+                note = f"{path}: {reader.torn} was never finished and does not count"
+                on_note(LeftOut(note) if isinstance(reader.torn, LeftOut) else note)
         at = number
 
 

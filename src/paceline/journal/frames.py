@@ -1,12 +1,14 @@
 """Files of checksummed frames: what the log files and the rollout store are made of.
 
     file   = magic (8) · schema u16 · 0 u16 · header bytes u32 · crc32 u32 · header (JSON) · frame …
-    frame  = "PLFR" · kind u8 · 0 (3) · payload bytes u32 · first seq u64 · last seq u64 · crc32 of the payload u32 ·
-             crc32 of the 32 bytes before u32 · payload
+    frame  = "PLFR" · kind u8 · commit u8 · ends u8 · 0 · payload bytes u32 · first seq u64 · last seq u64 ·
+             crc32 of the payload u32 · crc32 of the 32 bytes before u32 · payload
 
-Little-endian. A frame is written by one call and made durable before the next is begun. So damage at the end of a
-file is a write that was interrupted: the frame never counted, and is cut. Damage that a good frame follows is a broken
-disk or a foreign hand: `WireError`.
+Little-endian. A commit is some frames that are made durable together, before the next is begun; `commit` counts them in a
+file, from 1 to 255 and round again, and `ends` is 1 in the last frame of one. So damage in the last commit is a write that was
+interrupted: it never counted, and is cut. A kill leaves a frame without its end; when the power fails, pages that were written
+later may have reached the disk without those before them, so good frames of the same commit may follow. Damage that a
+later commit follows is a broken disk or a foreign hand: `WireError`.
 
 A file is never changed once another was begun: a writer that comes back after a crash begins a new one.
 """
@@ -34,7 +36,7 @@ RECORDS, ROLLOUTS, SNAPSHOT, EXTRAS, PARTS = 1, 2, 3, 4, 5
 """Kinds of frames. A reader skips kinds that it does not know. `SNAPSHOT` is reserved."""
 
 _START = struct.Struct("<8sHHII")
-_FRAME = struct.Struct("<4sB3xIQQI")
+_FRAME = struct.Struct("<4sBBBxIQQI")
 _CRC = struct.Struct("<I")
 _MARK = b"PLFR"
 FRAME_BYTES = _FRAME.size + _CRC.size
@@ -45,6 +47,12 @@ FileKind: TypeAlias = Literal["log", "rollouts", "partial"]
 
 class TornStart(WireError):
     """A file that was begun and never got its whole header: nothing was ever in it."""
+
+
+class LeftOut(str):
+    """A note of whole frames that do not count, which is more than the unfinished end that every kill may leave."""
+
+    __slots__ = ()
 
 
 class FileHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,9 +84,29 @@ def file_start(header: FileHeader) -> bytes:
     return start + _CRC.pack(zlib.crc32(text, zlib.crc32(start))) + text
 
 
-def frame(kind: int, first_seq: int, last_seq: int, payload: bytes) -> bytes:
-    """One frame, to be written by one call."""
-    head = _FRAME.pack(_MARK, kind, len(payload), first_seq, last_seq, zlib.crc32(payload))
+class _Head(NamedTuple):
+    """What a frame says of itself."""
+
+    kind: int
+    commit: int
+    """0 in files of earlier releases, which did not tell."""
+    ends: bool
+    length: int
+    first_seq: int
+    last_seq: int
+    crc: int
+
+
+def next_commit(commit: int) -> int:
+    """The number of the commit behind this one; 0 is the beginning of a file."""
+    return commit % 255 + 1
+
+
+def frame(
+    kind: int, first_seq: int, last_seq: int, payload: bytes, commit: int = 0, *, ends: bool = True
+) -> bytes:
+    """One frame, to be written by one call. `ends`: the last one of its commit."""
+    head = _FRAME.pack(_MARK, kind, commit, ends, len(payload), first_seq, last_seq, zlib.crc32(payload))
     return b"".join((head, _CRC.pack(zlib.crc32(head)), payload))
 
 
@@ -94,6 +122,8 @@ class FrameReader:
         except BaseException:
             self._file.close()
             raise
+        self._commit, self._ended = 0, True
+        """Commit of the last frame, and whether it was the last one of that."""
         self.torn: str | None = None
         """What is wrong with the end of the file, when `next` returned None because of it."""
 
@@ -122,7 +152,7 @@ class FrameReader:
             if head is None:
                 self._damaged(at, "no frame begins there")
                 return None
-            kind, length, first_seq, last_seq, crc = head
+            kind, commit, ends, length, first_seq, last_seq, crc = head
             if at + FRAME_BYTES + length > size:
                 self.torn = f"{size - at} bytes of a frame of {FRAME_BYTES + length} at byte {at}"
                 return None
@@ -132,12 +162,16 @@ class FrameReader:
                     self._damaged(at, f"its checksum is {zlib.crc32(payload):08x}, {crc:08x} was written")
                     return None
                 self.offset = at + FRAME_BYTES + length
+                self._commit, self._ended = commit, ends
                 return Frame(kind, first_seq, last_seq, payload, at)
             self.offset = at + FRAME_BYTES + length
+            self._commit, self._ended = commit, ends
         return None
 
     def _start(self) -> tuple[FileHeader, int]:
         start = self._file.read(_START.size)
+        if not any(start) and not any(self._file.read()):
+            raise TornStart(f"{self.path} has nothing but zeros: it was begun, and never reached the disk")
         if not start.startswith(MAGIC[: len(start)]):
             raise WireError(f"{self.path} is no journal file: it begins with {start[:8]!r}, not {MAGIC!r}")
         if len(start) < _START.size:
@@ -163,26 +197,38 @@ class FrameReader:
             raise WireError(f"{self.path} has a header that cannot be read: {error}") from error
 
     def _damaged(self, at: int, what: str) -> None:
-        """Note a torn end; WireError if it is none, because a good frame follows."""
+        """Note a torn end; WireError if it is none, because a good frame of a later commit follows."""
         self._file.seek(at + 1)
         rest = self._file.read()
+        unfinished = next_commit(self._commit) if self._ended else self._commit
+        left_out = 0
         found = rest.find(_MARK)
         while found >= 0:
             head = _head(rest[found : found + FRAME_BYTES])
-            if head is not None:
-                payload = rest[found + FRAME_BYTES : found + FRAME_BYTES + head[1]]
-                if len(payload) == head[1] and zlib.crc32(payload) == head[4]:
+            whole = head is not None and _is_whole(head, rest[found + FRAME_BYTES :][: head.length])
+            if head is not None and whole:
+                if head.commit != unfinished:
                     raise WireError(
                         f"{self.path} is damaged at byte {at}: {what}, and a good frame follows at byte "
                         f"{at + 1 + found}, so this is no interrupted write: restore the file from a copy"
                     )
+                left_out += 1
+                found += FRAME_BYTES + head.length - 1
             found = rest.find(_MARK, found + 1)
         self.torn = f"a damaged frame at byte {at}: {what}"
+        if left_out:
+            self.torn = LeftOut(
+                f"{self.torn}; it and what was written with it ({left_out} whole frames behind it, of {len(rest) + 1} bytes)"
+            )
 
 
-def _head(data: bytes) -> tuple[int, int, int, int, int] | None:
-    """(kind, length, first seq, last seq, crc); None if these bytes begin no frame."""
+def _head(data: bytes) -> _Head | None:
+    """None if these bytes begin no frame."""
     if len(data) < FRAME_BYTES or _CRC.unpack_from(data, _FRAME.size)[0] != zlib.crc32(data[: _FRAME.size]):
         return None
-    mark, kind, length, first_seq, last_seq, crc = _FRAME.unpack_from(data)
-    return (kind, length, first_seq, last_seq, crc) if mark == _MARK else None
+    mark, kind, commit, ends, *rest = _FRAME.unpack_from(data)
+    return _Head(kind, commit, bool(ends), *rest) if mark == _MARK else None
+
+
+def _is_whole(head: _Head, payload: bytes) -> bool:
+    return len(payload) == head.length and zlib.crc32(payload) == head.crc

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from paceline.journal.files import file_numbers, file_path
-from paceline.journal.frames import FileHeader, FileKind, file_start, frame
+from paceline.journal.frames import FileHeader, FileKind, file_start, frame, next_commit
 
 
 class Output:
@@ -25,6 +25,8 @@ class Output:
         self._durable = 0
         """Bytes of the file that were flushed."""
         self._dirty = False
+        self._commit = 0
+        """Number of the last commit in the file."""
         self._follows = follows
         self._last_seq = follows - 1
         self.written = 0
@@ -32,9 +34,10 @@ class Output:
         self.begun = 0
         """Files, by this process."""
 
-    def write(self, kind: int, first_seq: int, last_seq: int, payload: bytes) -> None:
+    def write(self, kind: int, first_seq: int, last_seq: int, payload: bytes, *, ends: bool = True) -> None:
+        """`ends`: this is the last frame before the next `flush`."""
         file = self._file if self._file is not None and self._size < self._full else self._begin(first_seq)
-        self._put(file, frame(kind, first_seq, last_seq, payload))
+        self._put(file, frame(kind, first_seq, last_seq, payload, next_commit(self._commit), ends=ends))
         self._last_seq = last_seq
         self._dirty = True
 
@@ -43,6 +46,7 @@ class Output:
             os.fsync(self._file.fileno())
             self._dirty = False
             self._durable = self._size
+            self._commit = next_commit(self._commit)
             self._follows = self._last_seq + 1
 
     def repair(self) -> None:
@@ -83,7 +87,7 @@ class Output:
         path = file_path(self._root, self._kind, number)
         file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed by _begin or abandon
         self._file = file
-        self._size = 0
+        self._size = self._commit = 0
         try:
             self._put(file, file_start(header))
             os.fsync(file.fileno())

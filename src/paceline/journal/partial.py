@@ -2,7 +2,7 @@
 
     event loop ── keep, ended ──▶ queue ──▶ thread, every `fsync_s` seconds
                                               1. parts whose rollout has not ended meanwhile → a frame, fsync
-                                              2. a file of which every rollout has ended goes
+                                              2. a file of which every rollout has its record, durable, goes
 
 `docs/continuing.md` says what they are for. Losing them costs tokens and nothing else, so a disk that refuses them does
 not end the run.
@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from threading import Event as Signal
 from threading import Thread
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 import numpy as np
 import zstandard
 
+from paceline.domain.commands import Command
+from paceline.domain.events import Event, RolloutEnded
 from paceline.domain.ids import EngineId, RolloutId
 from paceline.domain.part import Asked, Part
 from paceline.domain.rollout import Finish, VersionRuns
@@ -43,8 +44,17 @@ FILE_BYTES: Final = 16 << 20
 _BLOCK_PARTS, _BLOCK_TOKENS = 512, 1 << 18
 """Where a frame ends: building one holds the interpreter for about a millisecond."""
 
-_LINGER_S = 2.0
-"""Seconds for which the parts of a rollout outlive it: its record must have become durable."""
+
+class Numbered(Protocol):
+    """The journal, as far as parts wait for it."""
+
+    @property
+    def next_seq(self) -> int: ...
+
+    @property
+    def durable(self) -> int:
+        """Records before this one are on disk."""
+        ...
 
 
 class _Line(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -76,6 +86,7 @@ class PartStore:
         self,
         run_dir: Path | str,
         run_id: str,
+        journal: Numbered,
         *,
         goes_on: Collection[RolloutId] = (),
         fsync_s: float = FSYNC_S,
@@ -88,8 +99,10 @@ class PartStore:
         self._files = {number: _rollouts_in(self._root, number) & set(goes_on) for number in self._numbers()}
         """Rollouts under way of which each file has parts."""
         self._fsync_s = fsync_s
+        self._journal = journal
         self._queue: deque[Part | RolloutId] = deque()
-        self._over: deque[tuple[float, RolloutId]] = deque()
+        self._recorded: deque[tuple[int, RolloutId]] = deque()
+        """Rollouts that have ended, by the record behind theirs."""
         self._wake = Signal()
         self._closing = self._is_off = self._is_refused = False
         self.written = 0
@@ -110,12 +123,19 @@ class PartStore:
                 self._wake.set()
 
     def ended(self, rollout: RolloutId) -> None:
-        """Its record has been handed to the journal: the parts of it are needed no more."""
+        """It is about to have its record: no more of it needs to be written."""
         if not self._is_off:
             self._queue.append(rollout)
 
+    def apply(self, at: float, event: Event, commands: Sequence[Command]) -> None:
+        """What is handed to the journal. A record that is not durable yet may be lost with this process, and its rollout then
+        goes on from its parts."""
+        if type(event) is RolloutEnded and not self._is_off:
+            self._recorded.append((self._journal.next_seq, event.rollout.id))
+
     async def close(self) -> None:
-        """Write what is left, and stop. Files without a rollout under way are gone then."""
+        """Write what is left, and stop. Files without a rollout under way are gone then; what the journal could not make
+        durable keeps its parts."""
         self._closing = True
         self._wake.set()
         await asyncio.to_thread(self._thread.join)
@@ -129,7 +149,7 @@ class PartStore:
                 self._wake.clear()
                 closing = self._closing
                 self._take()
-                self._drop(time.monotonic() if not closing else float("inf"), closing)
+                self._drop(closing)
                 if closing:
                     return
         except Exception:  # our bug: a run that goes on would lose more by a kill, and is not ended for it
@@ -142,14 +162,14 @@ class PartStore:
     def _take(self) -> None:
         taken = [self._queue.popleft() for _ in range(len(self._queue))]
         over = {each for each in taken if isinstance(each, RolloutId)}
-        now = time.monotonic()
-        self._over.extend([(now, rollout) for rollout in over])
         parts = [each for each in taken if isinstance(each, Part) and each.rollout not in over]
         if not parts:
             return
         try:
-            for block in blocks(parts):
-                self._output.write(PARTS, self.written, self.written + len(block) - 1, packed(block))
+            made = list(blocks(parts))
+            for block in made:
+                last = self.written + len(block) - 1
+                self._output.write(PARTS, self.written, last, packed(block), ends=block is made[-1])
                 self.written += len(block)
                 self._files.setdefault(self._numbers()[-1], set()).update(part.rollout for part in block)
             self._output.flush()
@@ -168,9 +188,10 @@ class PartStore:
             return
         self._is_refused = False
 
-    def _drop(self, now: float, closing: bool) -> None:
-        while self._over and self._over[0][0] + _LINGER_S <= now:
-            _, rollout = self._over.popleft()
+    def _drop(self, closing: bool) -> None:
+        durable = self._journal.durable
+        while self._recorded and self._recorded[0][0] <= durable:
+            _, rollout = self._recorded.popleft()
             for rollouts in self._files.values():
                 rollouts.discard(rollout)
         if closing:

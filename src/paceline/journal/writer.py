@@ -150,6 +150,11 @@ class FileJournal:
         return self._seq
 
     @property
+    def durable(self) -> int:
+        """Records before this one are on disk."""
+        return self._durable
+
+    @property
     def backlog(self) -> int:
         """Records that are not durable yet."""
         return len(self._queue) + len(self._held)
@@ -260,9 +265,12 @@ class FileJournal:
 
     def _commit(self, records: list[Appended]) -> None:
         if not self._is_stored:  # else it would have them once more with each attempt
-            for first, last, rollouts in _blocks(records):
-                self._store.write(ROLLOUTS, first, last, self._packer.rollouts(rollouts))
-            if extras := _extras(records):
+            blocks, extras = list(_blocks(records)), _extras(records)
+            for block in blocks:
+                first, last, rollouts = block
+                ends = block is blocks[-1] and not extras
+                self._store.write(ROLLOUTS, first, last, self._packer.rollouts(rollouts), ends=ends)
+            if extras:
                 self._store.write(EXTRAS, records[0][0], records[-1][0], self._packer.extras(extras))
             self._store.flush()
             self._is_stored = True

@@ -114,6 +114,12 @@ def _of_command(command: Command, subject: Subject) -> Iterator[str]:
             yield f"{command.rollout} is tried again: {command.reason}"
         case do.NoteQuarantine() if subject.is_task(command.env, command.index):
             yield command.reason
+        case do.NoteOpened(task=task) if subject.has_group(command.group) or subject.is_task(
+            task.env, task.index
+        ):
+            yield f"group {command.group} ({task.env} task {task.index}) was opened; its {command.size} members wait for room"
+        case do.NoteRedraw(task=task) if subject.is_task(task.env, task.index):
+            yield f"{task.env} task {task.index} was cut short by the end of the run, and is begun again when it goes on"
         case do.SkipTask(task=task) if subject.is_task(task.env, task.index):
             yield f"{task.env} task {task.index} came next in epoch {task.epoch}, and was passed over"
         case do.NoteStale() if subject.has(command.rollout):

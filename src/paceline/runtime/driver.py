@@ -159,6 +159,8 @@ class Driver:
             do.NoteDead: _seen_by_folds,
             do.NoteOutage: _seen_by_folds,
             do.NoteQuarantine: _seen_by_folds,
+            do.NoteOpened: _seen_by_folds,
+            do.NoteRedraw: _seen_by_folds,
             do.SkipTask: _seen_by_folds,
             do.ProcessGroup: self._process_group,
             do.UpdateWeights: self._update_weights,

@@ -275,6 +275,11 @@ class Invariants:
             # Parked ones hold no permit, and those of an earlier life no place.
             placed = sum(flight.engine != "" and not flight.parked for flight in core.flights.all())
             self._rule(placed <= core.fleet.cap(), "over the cap", placed, core.fleet.cap())
+        if (mix := core.curriculum.mix) is not None:
+            groups = [*core.groups.groups(), *core._processing.values()]
+            under_way = Counter(group.task.env for group in groups if group.task.split == "train")
+            for env in core.curriculum.samplers:
+                self._rule(mix.under_way(env) == under_way[env], "groups that the mix counts on", env)
         if core.finished:
             return  # the list was emptied: what it held is left over
         places = sum(group.places for group in core.groups.groups())

@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Collection, Mapping, Set
 from random import Random
 from typing import Any, NamedTuple
 
@@ -24,29 +25,38 @@ import msgspec
 
 from paceline.config import EvalSection
 from paceline.core.admission import AdaptiveCap, Admission, Bounds, FixedCap, PredictiveCap
+from paceline.core.advantages import builtin
+from paceline.core.curriculum import Sampler
 from paceline.core.parts import whole_parts
+from paceline.core.quarantine import Patience
 from paceline.core.recovery import EMPTY, Recovery
-from paceline.core.scheduling import Overlap, Overprovision, Scheduling, Synchronous
+from paceline.core.scheduling import Scheduling
 from paceline.core.setup import CoreSetup
 from paceline.domain import commands as do
 from paceline.domain import events as on
 from paceline.domain.commands import Command
 from paceline.domain.events import Event
-from paceline.domain.ids import RolloutId
+from paceline.domain.ids import GroupId, RolloutId
 from paceline.domain.load import EngineLoad
 from paceline.domain.part import Part
 from paceline.domain.rollout import Rollout
+from paceline.domain.task import TaskRef
 from paceline.errors import InvariantError
 from paceline.journal.lines import Line, Restorer, line_of
 from paceline.testing.invariants import Invariants
+from paceline.testing.policies import POLICIES
 from paceline.testing.script import chaos, setup_for, train_env
 from paceline.testing.world import World
 
-_LAST_EVENTS = 20_000
+_LAST_EVENTS = 60_000
 """What a run may take to finish after its last fault; more is a run that stands still."""
+_IDLE_S = 1000
+"""Seconds after which a run in which nothing happens stands still: longer than any pause before a probe."""
 _SHORT = 100
 """Runs with fewer events before their last fault are short: what comes behind it is the same in every run."""
-_MOST_STEPS, _MOST_STEPS_OF_SHORT = 60, 12
+_MOST_STEPS, _MOST_STEPS_OF_SHORT = 60, 8
+_ANY_LAG = ("overlap", "divided", "divided_ahead", "kv_area")
+"""Policies that may run ahead as far as their config says."""
 
 
 class Record(NamedTuple):
@@ -81,11 +91,15 @@ class Storm:
         self.script = chaos(seed, failures=self.random.choice((0.0, 0.2, 0.4)))
         self.engines = self.random.randint(1, 3)
         self.cap = self.random.randint(2, 10)
+        self.kv_tokens = self.random.choice((None, 40, 200))
         self.controller = self.random.choice(("fixed", "fixed", "adaptive", "predictive"))
-        self.policy = self.random.choice(("overlap", "overlap", "overprovision", "synchronous"))
-        # A group that is larger than the cap runs over it, and overprovision stops members one by one.
+        self.policy = self.random.choice([*POLICIES, "overlap", "overlap", "overlap"])
+        if self.policy not in _ANY_LAG:
+            kind = POLICIES[self.policy]
+            self.setup = msgspec.structs.replace(self.setup, lag=kind.lag, max_staleness=kind.max_staleness)
+        # A group that is larger than the cap runs over it, and other policies stop members one by one.
         fits = self.controller == "fixed" and self.cap >= max(spec.group_size for spec in self.setup.train)
-        if seed % 2 and fits and self.policy != "overprovision":
+        if seed % 2 and fits and self.policy in ("overlap", "synchronous"):
             whole = frozenset([("train", spec.name) for spec in self.setup.train])
             self.setup = msgspec.structs.replace(self.setup, whole_groups=whole)
         self.records: list[Record] = []
@@ -113,12 +127,7 @@ class Storm:
             self.left -= 1
             if world.trace.finish is not None:  # it was stopped: go on
                 world = self._kill(world, whole=True)
-            world.run(events=_LAST_EVENTS)
-            if world.trace.finish is None and self.controller != "fixed":
-                # A run reads its engines' metrics all the time, and windows of what may start end with a reading.
-                for engine in world.core.fleet.engines():
-                    world.post(on.LoadReported(engine.id, EngineLoad(0, 0, 0.1, self.faults)))
-                world.run(world.now + 1e9, _LAST_EVENTS)
+            self._to_the_end(world)
             if world.trace.finish is None:
                 raise InvariantError(f"it stands still at {world.now:.1f} s, in flight: {len(world.running)}")
         self._keep(world, len(world.trace.journal))
@@ -128,6 +137,24 @@ class Storm:
         return Report(
             self.seed, len(self.records), self.lives, self.faults, starts, continued, world.core.cut
         )
+
+    def _to_the_end(self, world: World) -> None:
+        """No more faults. A controller that learns lets start what fits until the next reading of its engines' metrics,
+        so there is one every second, as in a run."""
+        if self.controller == "fixed":
+            world.run(events=_LAST_EVENTS)
+            return
+        journal, idle_s = world.trace.journal, 0
+        most = len(journal) + _LAST_EVENTS
+        while world.trace.finish is None and idle_s < _IDLE_S and len(journal) < most:
+            engines = world.core.fleet.engines()
+            before = len(journal) + len(engines)
+            for engine in engines:
+                world.post(on.LoadReported(engine.id, EngineLoad(0, 0, 0.1, self.faults)))
+            next_at = world.now + 1.0
+            world.run(until=next_at)
+            world.now = max(world.now, next_at)
+            idle_s = 0 if len(journal) > before else idle_s + 1
 
     # ── lives ──
 
@@ -147,6 +174,8 @@ class Storm:
             engines=self.engines,
             admission=self._admission(),
             scheduling=self._scheduling(),
+            algorithm=builtin(POLICIES[self.policy].algorithm, {}),
+            kv_tokens=self.kv_tokens,
             recovery=recovery,
             rollouts=self.rollouts,
             parts=self._left_of(recovery),
@@ -168,9 +197,7 @@ class Storm:
         return AdaptiveCap(bounds) if self.controller == "adaptive" else PredictiveCap(bounds)
 
     def _scheduling(self) -> Scheduling:
-        if self.policy == "overprovision":
-            return Overprovision(1.5, "keep")
-        return Synchronous() if self.policy == "synchronous" else Overlap()
+        return POLICIES[self.policy].make()
 
     # ── faults ──
 
@@ -260,6 +287,11 @@ def check_records(records: list[Record], world: World) -> None:
     launched: Counter[tuple[str, str]] = Counter()
     sampled: Counter[tuple[str, str]] = Counter()
     steps: list[int] = []
+    drawn: dict[TaskRef, dict[GroupId, None]] = {}
+    """Groups that were opened for a task which was drawn."""
+    skipped: set[TaskRef] = set()
+    cut_short: Counter[TaskRef] = Counter()
+    """Those that the end of a life stopped."""
     has: Counter[RolloutId] = Counter()
     to_go_on: set[RolloutId] = set()
     for record in records:
@@ -286,8 +318,17 @@ def check_records(records: list[Record], world: World) -> None:
             processed[event.result.group] += 1
             queued.update(v.rollout for v in event.result.verdicts if v.fate == "queued")
         for command in record.commands:
-            if isinstance(command, do.StartRollout):
+            if isinstance(command, do.NoteOpened):
+                if not command.put_off:
+                    drawn.setdefault(command.task, {})[command.group] = None
+            elif isinstance(command, do.NoteRedraw):
+                cut_short[command.task] += not command.put_off
+            elif isinstance(command, do.SkipTask):
+                skipped.add(command.task)
+            elif isinstance(command, do.StartRollout):
                 rule(command.rollout not in started, "started twice", command.rollout)
+                if command.task.split == "train" and not command.put_off:
+                    drawn.setdefault(command.task, {})[command.rollout.group] = None
                 started[command.rollout] = command
                 launched[command.task.split, command.task.env] += 1
             elif isinstance(command, do.ProcessGroup):
@@ -299,6 +340,7 @@ def check_records(records: list[Record], world: World) -> None:
                 isinstance(command, do.NoteStale) and command.action == "dropped"
             ):
                 gone[command.rollout] += 1
+    _check_draws(world, drawn, skipped, cut_short)
     rule(set(ended) == set(started), "started and ended differ", *sorted(set(ended) ^ set(started))[:4])
     for what, counts in (
         ("a rollout ended", ended),
@@ -324,6 +366,28 @@ def check_records(records: list[Record], world: World) -> None:
         rule(account.sampled == sampled[stream], "sampled", stream, account.sampled, sampled[stream])
 
 
+def _check_draws(
+    world: World,
+    drawn: Mapping[TaskRef, Collection[GroupId]],
+    skipped: Set[TaskRef],
+    cut_short: Counter[TaskRef],
+) -> None:
+    """No task is left out, and none comes a second time but where a life ended before its group could bring anything."""
+
+    def rule(holds: bool, text: str, *facts: Any) -> None:
+        if not holds:
+            raise InvariantError(f"over all lives: {text}: {', '.join(map(str, facts))}")
+
+    for env, sampler in world.core.curriculum.samplers.items():
+        from_start = Sampler(sampler.source, world.setup.seed)
+        expected = {from_start.draw_fresh() for _ in range(sampler.drawn)}
+        mine = {task for task in drawn if task.env == env}
+        rule(expected <= mine | skipped, "tasks were left out", *(expected - mine - skipped))
+        rule(mine <= expected, "tasks came before their turn", *(mine - expected))
+    for task, groups in drawn.items():
+        rule(len(groups) - 1 <= cut_short[task], "drawn again, and nobody knows why", task, *groups)
+
+
 def _setup(random: Random, seed: int) -> CoreSetup:
     size = random.randint(2, 4)  # one alone has no spread of rewards, and never trains
     envs = [
@@ -337,11 +401,15 @@ def _setup(random: Random, seed: int) -> CoreSetup:
             sampler=random.choice(("sequential", "shuffled")),
         )
     ]
+    if envs[0].source.size is not None and random.random() < 0.5:
+        envs[0] = msgspec.structs.replace(envs[0], patience=Patience(1, envs[0].source.size))
     if random.random() < 0.5:
         rate = random.choice((None, 90.0))
         envs.append(
             train_env("b", group_size=random.randint(2, 4), max_attempts=2, weight=2.0, tasks_per_minute=rate)
         )
+        if random.random() < 0.5:
+            envs.append(train_env("c", tasks=12, epochs=3, group_size=2, max_attempts=2, sampler="shuffled"))
     evals = [EvalSection(id="e", name="held", examples=2, k=2, every=3)] if random.random() < 0.4 else []
     by_tokens = random.random() < 0.4
     lag = random.randint(0, 3)
@@ -358,7 +426,8 @@ def _setup(random: Random, seed: int) -> CoreSetup:
         checkpoint_every=random.randint(1, 6),
     )
     segment = random.choice((None, None, 2))
-    return msgspec.structs.replace(setup, engine_wait_s=1e9, segment_tokens=segment)
+    mix_by = random.choice(("draws", "rollouts", "tokens")) if len(envs) > 1 else "draws"
+    return msgspec.structs.replace(setup, engine_wait_s=1e9, segment_tokens=segment, mix_by=mix_by)
 
 
 def run_seed(seed: int, events: int | None = None) -> Report:

@@ -80,7 +80,7 @@ class _Running:
 
 
 class World:
-    """Drives one core. `watch` is called after every decision with (world, event, commands).
+    """Drives one core. `kv_tokens`: what each engine says that its KV cache holds. `watch` is called after every decision with (world, event, commands).
 
     With `state`, the core goes on from a checkpoint, and the trainer from step `trained` (the checkpoint's own, when
     left out): batches that were shipped and not trained are trained first. With `recovery` it goes on from a journal;
@@ -95,6 +95,7 @@ class World:
         *,
         engines: int = 1,
         cap: int = 4,
+        kv_tokens: int | None = None,
         admission: Admission | None = None,
         scheduling: Scheduling | None = None,
         algorithm: Algorithm | None = None,
@@ -123,6 +124,7 @@ class World:
         self.held: dict[EngineId, Version] = {}
         """What each engine really samples with, whatever the core believes."""
         self.lost: set[EngineId] = set()
+        self._kv_tokens = kv_tokens
         self._algorithm = algorithm or builtin("grpo", {})
         self._rules = rules or (lambda env: GroupRules(env=env, seq_len=setup.seq_len))
         self._watch = watch
@@ -195,7 +197,7 @@ class World:
         """An engine answers, holding `version`."""
         self.held[engine] = version
         self.lost.discard(engine)
-        self.post(on.EngineJoined(EngineInfo(engine, None, None), version))
+        self.post(on.EngineJoined(EngineInfo(engine, self._kv_tokens, None), version))
 
     def lose(self, engine: EngineId, error: str = "connection refused") -> None:
         """An engine is gone, and with it the calls it was carrying out."""
@@ -583,6 +585,12 @@ class World:
         pass
 
     def _do_NoteQuarantine(self, command: do.NoteQuarantine) -> None:
+        pass
+
+    def _do_NoteOpened(self, command: do.NoteOpened) -> None:
+        pass
+
+    def _do_NoteRedraw(self, command: do.NoteRedraw) -> None:
         pass
 
     def _do_SkipTask(self, command: do.SkipTask) -> None:

@@ -97,7 +97,8 @@ class TailRounds(Rounds):
 
     def _stop(self, group: OpenGroup, why: str) -> None:
         desk = self.desk
-        for flight in desk.flights.of_group(group.id, group.launched, self._attempts):
+        attempts = self._attempts + max(group.excused.values(), default=0)
+        for flight in desk.flights.of_group(group.id, group.launched, attempts):
             desk.cancel(flight, "discarded", why)
         desk.give_up(group)
 

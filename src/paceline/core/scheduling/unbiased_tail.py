@@ -205,8 +205,9 @@ class UnbiasedTail(Rounds):
         return left if limit is None else min(left, limit)
 
     def opened(self, group: OpenGroup) -> None:
-        # Known before any member draws its noise, so that it is independent of them.
-        group.fallback = self._rewards.get(group.task.env, (0.0, 0.0))[0]
+        # Known before any member draws its noise, so that it is independent of them: one of an earlier life keeps its own.
+        if group.fallback is None:
+            group.fallback = self._rewards.get(group.task.env, (0.0, 0.0))[0]
 
     def turn_asked(self, flight: Flight) -> None:
         cutoff = self._cutoff_of(flight)
