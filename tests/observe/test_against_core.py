@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from paceline.config import EvalSection
+from paceline.core.gates import Gates, Judgement, Outcome
 from paceline.core.setup import CoreSetup
-from paceline.domain.commands import Command, FinishRun, ShipBatch
+from paceline.domain.commands import Command, FinishRun, NoteDiscarded, ShipBatch
 from paceline.domain.events import Event
+from paceline.observe.metrics import metric_of
 from paceline.observe.run import RunFolds
 from paceline.testing import World, chaos, setup_for, train_env
+from paceline.testing.script import Plan, Script
 
 
 def world_setup(seed: int) -> CoreSetup:
@@ -97,3 +101,40 @@ def test_a_run_that_was_killed_and_resumed_is_accounted_for_as_one(seed: int) ->
         )
     assert {row.segment for row in folds.training.steps if row.step > step} >= {1}
     assert folds.run.status == "done"
+
+
+class Parity:
+    """Refuses groups of every other task."""
+
+    def __init__(self, size: int | None, seed: int) -> None: ...
+
+    def judge(self, outcome: Outcome) -> Judgement:
+        return Judgement("an odd task" if outcome.task % 2 else "")
+
+    def snapshot(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Any) -> None: ...
+
+
+def test_what_a_gate_refuses_is_a_metric_of_its_own_by_name_and_no_more_than_the_core_threw_away() -> None:
+    spec = msgspec.structs.replace(
+        train_env(group_size=2, tasks=12), gates=lambda: Gates({"odd": Parity(None, 0)})
+    )
+    folds = RunFolds()
+
+    def watch(world: World, event: Event, commands: list[Command]) -> None:
+        folds.apply(world.now, event, commands)
+
+    script = Script(plan=lambda rollout, _task: Plan(reward=float(rollout.member)))
+    world = World(setup_for(spec, batch=4, max_steps=6), script, cap=6, watch=watch)
+    trace = world.run()
+    refused = sum(c.reason.startswith("gate odd: ") for c in trace.commands(NoteDiscarded))
+    assert refused > 4
+    rows = [row.values for row in folds.training.steps]
+    counted = sum(row.get("train/all/gated", 0.0) * row["train/all/rollouts"] for row in rows)
+    left = refused - round(counted)  # those of the window that the end of the run cut short
+    assert 0 <= left <= 6
+    assert any(0 < row.get("train/env/gated/odd", 0.0) < 1 for row in rows)
+    assert all(row.get("train/env/gated/odd") == row.get("train/all/gated") for row in rows)
+    assert metric_of("train/env/gated/odd") is not None

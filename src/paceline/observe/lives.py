@@ -11,6 +11,7 @@ that they cannot disagree about what became of a rollout. Memory: what has not s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from paceline.domain.batch import Batch
@@ -38,6 +39,8 @@ from paceline.domain.task import Split
 from paceline.observe.fold import Fold, Handler
 
 _FATES: Mapping[str, Fate] = {"stale": "stale", "discarded": "discarded", "deferred": "deferred"}
+_REFUSED = re.compile(r"gate ([^:]+): ")
+"""What the reason of a discard begins with where a gate gave it: the scheduling policy discards too."""
 _SNAPSHOTS = 4  # checkpoints that a resumption may go back to, newest last
 
 
@@ -45,9 +48,36 @@ class Life:
     """What is known of one rollout so far."""
 
     __slots__ = (
-        "advantage", "cached", "cause", "context", "ended", "ending", "env", "env_s", "fate", "flags",
-        "gate_s", "group", "id", "masked", "model_s", "newest", "oldest", "prefill", "prefix", "put_off", "recomputed", "reward", "rewards",
-        "ships", "split", "started", "tokens", "turns", "version",
+        "advantage",
+        "cached",
+        "cause",
+        "context",
+        "ended",
+        "ending",
+        "env",
+        "env_s",
+        "fate",
+        "flags",
+        "gate_s",
+        "group",
+        "id",
+        "masked",
+        "model_s",
+        "newest",
+        "oldest",
+        "prefill",
+        "prefix",
+        "put_off",
+        "recomputed",
+        "refused_by",
+        "reward",
+        "rewards",
+        "ships",
+        "split",
+        "started",
+        "tokens",
+        "turns",
+        "version",
     )  # fmt: skip
 
     def __init__(self, at: float, start: StartRollout) -> None:
@@ -89,6 +119,8 @@ class Life:
         """None until its group was processed; `queued` until it ships or is dropped."""
         self.advantage: float | None = None
         self.flags: tuple[str, ...] = ()
+        self.refused_by = ""
+        """The gate of its environment that threw its group away."""
 
 
 class Tally:
@@ -301,6 +333,8 @@ class Lives(Fold):
 
     def _discarded(self, at: float, command: NoteDiscarded) -> None:
         if (life := self.queue.get(command.rollout)) is not None:
+            if refused := _REFUSED.match(command.reason):
+                life.refused_by = refused[1]
             self._settle(at, life, "discarded")
 
     def _split(self, at: float, command: SplitGroup) -> None:

@@ -35,6 +35,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("train/<scope>/filtered", "share", "Rollouts of the window that a filter kept out of training."),
     Metric("train/<scope>/zero_signal", "share", "Rollouts of the window without advantage."),
     Metric("train/<scope>/flagged/<filter>", "share", "Rollouts of the window that a filter detected, enforced or not."),
+    Metric("train/<scope>/gated", "share", "Rollouts of the window whose group a gate refused (env.gates); once one has."),
+    Metric("train/<scope>/gated/<gate>", "share", "The same by gate: the first that refused."),
     Metric("train/<scope>/groups", "groups", "Groups processed in the window."),
     Metric("train/<scope>/groups_zero_signal", "share", "Groups of the window whose members all earned the same."),
     Metric("train/<scope>/group_variance", "", "Mean within-group variance of the reward, over groups that voted."),

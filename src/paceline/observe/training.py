@@ -61,6 +61,7 @@ class Training(LifeWatcher, Fold):
         self._shipped: dict[EnvName, int] = {}
         self._oldest: dict[RolloutId, Version] = {}
         self._flags: set[str] = set()
+        self._gates: set[str] = set()
         self._cut_at: float | None = None
         self._before: dict[str, float] = {}
         self._updates: list[float] = []
@@ -100,6 +101,9 @@ class Training(LifeWatcher, Fold):
         self._window(life.env).finalised(life)
 
     def on_settled(self, at: float, life: Life, shipped: Shipped | None) -> None:
+        if life.refused_by:
+            self._gates.add(life.refused_by)
+            self._window(life.env).refuse(life)
         if life.fate == "shipped":
             self._shipped[life.env] = self._shipped.get(life.env, 0) + 1
             self._window(life.env).ship(life)
@@ -149,7 +153,7 @@ class Training(LifeWatcher, Fold):
                 self._learnt[f"lengths/{command.env}/{name}"] = float(value)
 
     def _window_values(self) -> dict[str, float]:
-        flags = sorted(self._flags)
+        flags, gates = sorted(self._flags), sorted(self._gates)
         total = Window()
         values: dict[str, float] = {}
         drawn, shipped = sum(self._drawn.values()), sum(self._shipped.values())
@@ -157,14 +161,14 @@ class Training(LifeWatcher, Fold):
         for env in sorted(self._windows | self._drawn):
             window = self._windows.get(env) or Window()
             total.add(window)
-            values |= {f"train/{env}/{name}": value for name, value in window.values(flags).items()}
+            values |= {f"train/{env}/{name}": value for name, value in window.values(flags, gates).items()}
             if drawn:
                 values[f"train/{env}/drawn_share"] = self._drawn.get(env, 0) / drawn
             if shipped:
                 values[f"train/{env}/shipped_share"] = self._shipped.get(env, 0) / shipped
             if (ratio := bias.get(env)) is not None:
                 values[f"train/{env}/length_bias"] = ratio
-        return {f"train/all/{name}": value for name, value in total.values(flags).items()} | values
+        return {f"train/all/{name}": value for name, value in total.values(flags, gates).items()} | values
 
     def _staleness(self, batch: Batch) -> dict[str, float]:
         oldest = dict(self._oldest)

@@ -11,7 +11,7 @@ class Window:
     """One environment's sums; `add` puts several environments together."""
 
     __slots__ = (
-        "by_ending", "by_fate", "env_s", "flags", "gate_s", "groups", "groups_voted", "groups_zero", "model_s",
+        "by_ending", "by_fate", "env_s", "flags", "gate_s", "gated", "groups", "groups_voted", "groups_zero", "model_s",
         "parts", "reward", "rollouts", "samples", "samples_cut", "samples_generated", "samples_trained", "scored",
         "shipped", "shipped_reward", "shipped_scored", "shipped_tokens", "tokens", "trainable", "turns",
         "unscored_parts", "variance",
@@ -27,6 +27,8 @@ class Window:
         self.by_ending: dict[str, int] = {}
         self.by_fate: dict[str, int] = {}
         self.flags: dict[str, int] = {}
+        self.gated: dict[str, int] = {}
+        """Rollouts of groups that a gate refused."""
         self.groups = self.groups_zero = self.groups_voted = 0
         self.variance = 0.0
         self.shipped = self.shipped_scored = self.shipped_tokens = self.trainable = 0
@@ -59,6 +61,9 @@ class Window:
             self.groups_voted += 1
             self.variance += result.reward_variance
 
+    def refuse(self, life: Life) -> None:
+        _count(self.gated, life.refused_by)
+
     def ship(self, life: Life) -> None:
         self.shipped += 1
         self.shipped_tokens += life.tokens
@@ -83,8 +88,9 @@ class Window:
             else:
                 setattr(self, name, mine + theirs)
 
-    def values(self, flags: list[str]) -> dict[str, float]:
-        """Rates and means by name; what has no denominator is left out. `flags`: every filter known so far."""
+    def values(self, flags: list[str], gates: list[str]) -> dict[str, float]:
+        """Rates and means by name; what has no denominator is left out. `flags`, `gates`: every filter, and every gate that
+        refused, known so far."""
         values: dict[str, float] = {
             "rollouts": self.rollouts,
             "shipped": self.shipped,
@@ -105,6 +111,10 @@ class Window:
                 values[ending] = self.by_ending.get(ending, 0) / n
             for flag in flags:
                 values[f"flagged/{flag}"] = self.flags.get(flag, 0) / n
+            if gates:
+                values["gated"] = sum(self.gated.values()) / n
+            for gate in gates:
+                values[f"gated/{gate}"] = self.gated.get(gate, 0) / n
             for part in {**self.parts, **self.unscored_parts}:
                 total = self.parts.get(part, 0.0) + self.unscored_parts.get(part, 0.0)
                 values[f"rewards_all/{part}"] = total / n

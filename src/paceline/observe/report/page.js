@@ -89,7 +89,7 @@ function charts(scope) {
     chart("s4", { title: "Where tokens went", unit: "tokens settled a step", kind: "stack", x: DATA.steps, series: fates.map((fate) => line(words(fate), "f-" + fate, S(`tokens/to/${fate}`))) }),
     chart("s4", { title: "Inference against environment", unit: "mean seconds a rollout", kind: "stack", x: DATA.steps, series: [line("model calls", "model0", t("model_s")), line("gate wait", "gate", t("gate_s")), line("environment", "grey", t("env_s"))] }),
     chart("s4", { title: "Within-group reward variance", unit: "mean over groups", low: 0, x: DATA.steps, series: [line("variance", "blue", t("group_variance"), { smooth: true })] }),
-    chart("s4", { title: "Signal", unit: "share", percent: true, low: 0, high: 1, x: DATA.steps, series: [line("groups without signal", "amber", t("groups_zero_signal")), line("batch with advantage", "green", t("trainable"))] }),
+    chart("s4", { title: "Signal", unit: "share", percent: true, low: 0, high: 1, x: DATA.steps, series: [line("groups without signal", "amber", t("groups_zero_signal")), line("batch with advantage", "green", t("trainable")), ...(t("gated").some((v) => v) ? [line("refused by a gate", "red", t("gated"))] : [])] }),
     chart("s4", { title: "Step time", unit: "s", low: 0, x: DATA.steps, series: [line("step", "blue", S("time/step_s")), line("train", "orange", S("time/train_s")), line("weights load", "amber", S("time/update_s"))] }));
   if (scope === "all" && DATA.scopes.length > 2) {
     const share = (name) => DATA.scopes.slice(1).map((env, i) => line(env, ["blue", ...TINTS][i % 7], S(`train/${env}/${name}`)));

@@ -70,7 +70,8 @@ TERMS: Final[dict[str, str]] = {
     "overlong": "Beyond batch.seq_len, the longest sample the trainer takes.",
     "void": "Of groups scored whole (all_or_nothing) in which a member had no score.",
     "left over": "Scored, but the run ended before another batch was full.",
-    "discarded": "Thrown away by the scheduling policy, as when more rollouts were started than a batch takes.",
+    "discarded": "Thrown away by the scheduling policy, as when more rollouts were started than a batch takes, or refused "
+    "by a gate of the environment (env.gates; the metrics gated/<gate> say by which).",
     "deferred": "Put off by the scheduling policy, and sampled again from the beginning with the same noise.",
     "eval": "Sampled for evals, not for training.",
     "grouped": "Ended, and waiting for the rest of its group.",
