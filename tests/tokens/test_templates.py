@@ -47,6 +47,8 @@ STABLE = {
     "llama3_1",
     "llama3_2",
     "lfm2_v2",
+    "ours_kimi_k2",
+    "ours_smollm3",
     "qwen2_5",
     "qwen3_training",
     "qwen3_instruct_2507",
@@ -227,7 +229,7 @@ def test_calls_are_read_back_from_what_each_family_prints(name: str) -> None:
     tokenizer = bytes_with(name)
     format = detect_format(tokenizer.template_source)
     if format == "none":
-        assert name in ("cohere2", "gemma4_v5", "lfm2_2_5", "lfm2_v2", "muse_glimmer"), name
+        assert name in ("cohere2", "lfm2_2_5", "lfm2_v2", "muse_glimmer"), name
         return
     arguments = {"what": 'a "quoted" ünï\ncode', "times": 3}
     message = call(7, "", "")
@@ -236,9 +238,29 @@ def test_calls_are_read_back_from_what_each_family_prints(name: str) -> None:
     whole = tokenizer.render([user("q"), message, seen(7, "r")], TOOLS)
     assert whole.startswith(asked.removesuffix("<think>\n"))
     said = whole[len(asked.removesuffix("<think>\n")) :]
-    for end in ENDS.get(name, ["<|im_end|>"]):
+    # Gemma's answer goes on behind what its tools say, in the same turn.
+    for end in (*ENDS.get(name, ["<|im_end|>"]), "<|tool_response>"):
         said = said.split(end)[0]
     answer = read_answer(said, format, TOOLS, split_thinking=True)
     assert [one.name for one in answer.calls] == ["look"]
     assert json.loads(answer.calls[0].arguments) == arguments
     assert answer.content == ""
+
+
+def test_gemmas_calls_keep_texts_as_they_are_and_what_is_no_object_stays_text() -> None:
+    mark = '<|"|>'
+    said = (
+        f"first <|tool_call>call:look{{deep:{{list:[1,{mark}a, b:{{c}}{mark},null],on:true}},what:{mark}x{mark}}}<tool_call|>"
+        "<|tool_call>call:stop{}<tool_call|>"
+    )
+    answer = read_answer(said, "gemma", TOOLS)
+    assert answer.content == "first"
+    assert [(one.name, json.loads(one.arguments)) for one in answer.calls] == [
+        ("look", {"deep": {"list": [1, "a, b:{c}", None], "on": True}, "what": "x"}),
+        ("stop", {}),
+    ]
+    broken = "<|tool_call>call:look{what:oops<tool_call|>"
+    assert (read_answer(broken, "gemma", TOOLS).content, read_answer(broken, "gemma", TOOLS).calls) == (
+        broken,
+        (),
+    )

@@ -68,6 +68,7 @@ _MARKS: Final = (
     ("<function=", "qwen_xml"),
     ("<|tool_calls_section_begin|>", "kimi"),
     ("tool▁calls▁begin", "deepseek"),
+    ("<|tool_call>call:", "gemma"),
     ("[TOOL_CALLS]", "mistral"),
     ("<tool_call>", "hermes"),
     ("<|channel|>", "harmony"),
@@ -180,6 +181,23 @@ def _kimi(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
     return (_KIMI_FRAME.sub("", content).strip(), calls) if calls else (text, [])
 
 
+# ── keys without quotes, texts between marks: Gemma 4 ──
+
+_GEMMA = re.compile(r"<\|tool_call>call:([\w.\-]+)(\{.*?)(?:<tool_call\|>|$)", re.DOTALL)
+_GEMMA_KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:\"][^{}\[\],:]*):")
+
+
+def _gemma(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
+    def call(match: re.Match[str]) -> list[ToolCall] | None:
+        between = match[2].split('<|"|>')
+        between[::2] = [_GEMMA_KEY.sub(r'\1"\2":', part) for part in between[::2]]
+        between[1::2] = [json.dumps(said) for said in between[1::2]]
+        value = _parsed("".join(between))
+        return [ToolCall(match[1], _json(value))] if isinstance(value, dict) else None
+
+    return _take(_GEMMA, text, call)
+
+
 # ── channels: GPT-OSS ──
 
 _HARMONY_CALL = re.compile(
@@ -225,6 +243,7 @@ FORMATS: Final[Mapping[str, Format]] = {
     "mistral": _mistral,
     "deepseek": _deepseek,
     "kimi": _kimi,
+    "gemma": _gemma,
     "harmony": _harmony,
 }
 
@@ -237,6 +256,7 @@ BEGINNINGS: Final[Mapping[str, str]] = {
     "mistral": "[TOOL_CALLS]",
     "deepseek": "<｜tool▁call",
     "kimi": "<|tool_call",
+    "gemma": "<|tool_call>",
 }
 """What the first call of an answer begins with: text before it is content. Llama's has no text before it. In `harmony`,
 whose channels come in any order, nothing is content before the end."""

@@ -302,6 +302,7 @@ def test_every_family_says_where_its_calls_begin() -> None:
 
 
 CALLS_BY_FORMAT = {
+    "gemma": "<|tool_call>call:look{}<tool_call|>",
     "hermes": CALL,
     "qwen_xml": "<tool_call>\n<function=look>\n</function>\n</tool_call>",
     "glm": "<tool_call>look\n</tool_call>",
