@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import Callable
@@ -101,6 +102,66 @@ class Sleeps(Blocks):
     blocking = True
 
 
+class Says(Environment):
+    """One call, and then whatever `end` does."""
+
+    def tasks(self, split: Split) -> Any:
+        return ListTasks([{"q": f"{split} {n}", "seen": []} for n in range(3)])
+
+    async def rollout(self, task: Any, model: Model, ctx: Context) -> Any:
+        return await self.end(task, await model.chat(task.data["q"]))
+
+    async def end(self, task: Any, reply: Any) -> Any:
+        return Result(float(len(reply.text)))
+
+
+class Nothing(Says):
+    async def end(self, task: Any, reply: Any) -> Any:
+        pass
+
+
+class NotANumber(Says):
+    async def end(self, task: Any, reply: Any) -> Any:
+        return Result(float("nan"))
+
+
+class AText(Says):
+    async def end(self, task: Any, reply: Any) -> Any:
+        return Result("good")  # type: ignore[arg-type]
+
+
+class Unawaited(Says):
+    async def rollout(self, task: Any, model: Model, ctx: Context) -> Any:
+        return self.end(task, await model.chat("q"))
+
+
+class NotAsync(Says):
+    def rollout(self, task: Any, model: Model, ctx: Context) -> Any:
+        return Result(1.0)
+
+
+class Changes(Says):
+    def __init__(self) -> None:
+        self.all = {split: ListTasks([{"q": split, "seen": []}], split) for split in ("train", "eval")}
+
+    def tasks(self, split: Split) -> Any:
+        return self.all[split]
+
+    async def end(self, task: Any, reply: Any) -> Any:
+        task.data["seen"].append(reply.text)
+        return Result(float(len(reply.text)))
+
+
+class Waits(Says):
+    async def end(self, task: Any, reply: Any) -> Any:
+        await asyncio.Event().wait()
+
+
+class NoSource(Says):
+    def tasks(self, split: Split) -> Any:
+        return ["a", "b"]
+
+
 def found(make: Callable[[], Environment]) -> list[Finding]:
     return check_environment(make, tasks=1)
 
@@ -135,6 +196,54 @@ def test_games_pass_once_the_model_may_say_a_right_answer(make: Callable[[], Env
 def test_each_fault_is_found_and_comes_with_a_remedy(make: Any, level: str, says: str) -> None:
     finding, *_ = [f for f in found(make) if says in f.what]  # train and eval may share it
     assert (finding.level, bool(finding.remedy)) == (level, True)
+
+
+@pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("make", "facts", "remedy"),
+    [
+        (Nothing, "returned NoneType", "return Result(reward=...)"),
+        (NotANumber, "the reward is nan", "finite number"),
+        (AText, "could not convert", "rewards and metrics as numbers"),
+        (Unawaited, "returned coroutine", "`await` is missing"),
+        (NotAsync, "can't be used in 'await'", "async def rollout"),
+        (Changes, "'seen': []} is", "copy task.data"),
+        (Waits, "simulated time; after 1 model calls", "give the wait a time limit"),
+        (NoSource, "returned a list", "return ListTasks"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_common_slip_is_told_by_what_it_is(make: Any, facts: str, remedy: str) -> None:
+    finding, *_ = [f for f in found(make) if f.level == "error"]
+    assert facts in finding.facts
+    assert remedy in finding.remedy
+
+
+async def _spins() -> None:
+    while True:
+        try:
+            await asyncio.sleep(0)
+        except Exception:
+            continue
+
+
+def _computes() -> None:
+    while True:
+        pass
+
+
+@pytest.mark.parametrize("way", ["spins", "computes"])
+def test_code_without_an_end_ends_the_check_which_says_so(way: str) -> None:
+    class Endless(Says):
+        async def end(self, task: Any, reply: Any) -> Any:
+            if way == "spins":
+                await _spins()
+            _computes()
+
+    (finding,) = check_environment(Endless, tasks=1, seconds=1.5)
+    assert (finding.level, finding.what) == ("error", "its code does not come to an end")
+    assert "it ran for 1.5 s" in finding.facts
+    assert way == "spins" or "test_check.py" in finding.facts
 
 
 def test_blocking_code_is_named_with_its_line_and_a_thread_is_no_fault() -> None:

@@ -30,6 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="something the model says too; repeatable",
     )
     check.add_argument("--tasks", type=int, default=3, help="tasks that are rolled out (3)")
+    check.add_argument(
+        "--seconds", type=float, default=120.0, help="real time that its code may take in all (120)"
+    )
     check.add_argument("--json", action="store_true", help="print the findings as one JSON line")
 
 
@@ -44,7 +47,9 @@ def run(args: argparse.Namespace) -> int:
     for label, env_id, given, size in _chosen(args.what, args.args):
         make = partial(make_environment, env_id, given)
         make()  # a ConfigError names what keeps it from being made
-        found = check_environment(make, tasks=args.tasks, group_size=size, answers=args.answer)
+        found = check_environment(
+            make, tasks=args.tasks, group_size=size, answers=args.answer, seconds=args.seconds
+        )
         if args.json:
             print(json.dumps({"env": label, "findings": as_json(found)}))
         else:

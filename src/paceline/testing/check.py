@@ -22,9 +22,11 @@ from paceline.domain.rollout import Rollout
 from paceline.domain.task import Split
 from paceline.envs.group_env import GroupEnv
 from paceline.envs.protocol import Environment, TaskSource
+from paceline.envs.registry import tasks_of
 from paceline.envs.surroundings import InRun
-from paceline.errors import said_by
+from paceline.errors import ConfigError, said_by
 from paceline.runtime.doctor import Finding
+from paceline.testing.alarm import StillRunning, ends_within
 from paceline.testing.play import play
 
 ANSWERS: Final = ("", "yes", "42", "a\n\nb", "é中\U0001f600", "<think>\nno\n</think>\n7", "{", "x" * 400)
@@ -41,9 +43,32 @@ _LIBRARIES: Final = (*{sysconfig.get_path(n) for n in ("stdlib", "platstdlib", "
 
 
 def check_environment(
-    make: Callable[[], Environment], *, tasks: int = 3, group_size: int = 4, answers: Sequence[str] = ()
+    make: Callable[[], Environment],
+    *,
+    tasks: int = 3,
+    group_size: int = 4,
+    answers: Sequence[str] = (),
+    seconds: float = 120.0,
 ) -> list[Finding]:
-    """All findings, errors first. `make` makes the environment anew; `answers` are said besides our own."""
+    """All findings, errors first. `make` makes the environment anew; `answers` are said besides our own. Its code may take
+    `seconds` of real time in all."""
+    try:
+        with ends_within(seconds, _own_place):
+            return _checked(make, tasks, group_size, answers)
+    except StillRunning as error:
+        return [
+            Finding(
+                "error",
+                "its code does not come to an end",
+                str(error),
+                "give its loops an end; for a check that is only slow, --seconds",
+            )
+        ]
+
+
+def _checked(
+    make: Callable[[], Environment], tasks: int, group_size: int, answers: Sequence[str]
+) -> list[Finding]:
     env = make()
     if isinstance(env, GroupEnv):
         # Its members only move together, which one scripted rollout cannot show.
@@ -62,8 +87,18 @@ def check_environment(
     if any(finding.level == "error" for finding in found):
         return _ranked(found)
     said = (*answers, *ANSWERS)
+    before = _plain(env.tasks("train"), 0)
     played = [_played(env, said, start, index) for index in range(tasks) for start in range(len(said))]
     found += _endings(played)
+    if (after := _plain(env.tasks("train"), 0)) != before:
+        found.append(
+            Finding(
+                "error",
+                "a rollout changes its task",
+                f"{before[:80]} is {after[:80]} afterwards",
+                "copy task.data before writing to it: every rollout of the task reads the same object",
+            )
+        )
     if not any(finding.level == "error" for finding in found):
         found += [
             *_repeats(make, said),
@@ -103,17 +138,15 @@ def _sources(env: Environment, make: Callable[[], Environment]) -> list[Finding]
     splits: tuple[Split, ...] = ("train", "eval")
     for split in splits:
         try:
-            source = env.tasks(split)
+            source = tasks_of(env, split, type(env).__name__)
             size, prints[split] = source.size, source.fingerprint
             first = _plain(source, 0)
             again = _plain(make().tasks(split), 0)
         except Exception as error:  # anybody's code
             level: Any = "error" if split == "train" else "warning"
             remedy = "return ListTasks([...]) or EndlessTasks(make, fingerprint)"
-            found.append(Finding(level, f"it has no {split} tasks", said_by(error), remedy))
-            continue
-        if size == 0:
-            found.append(Finding("error", f"it has no {split} tasks", "size is 0", "look at its args"))
+            told = str(error) if isinstance(error, ConfigError) else said_by(error)
+            found.append(Finding(level, f"it has no {split} tasks", told, remedy))
             continue
         found.append(Finding("ok", f"{split} tasks", "endless" if size is None else str(size)))
         if first != again:
@@ -158,13 +191,6 @@ def _endings(played: Sequence[Rollout]) -> list[Finding]:
     kinds: dict[tuple[str, str | None], list[Rollout]] = {}
     for rollout in played:
         kinds.setdefault((rollout.outcome.ending, rollout.outcome.cause), []).append(rollout)
-    remedies = {
-        "environment": "answers of a model may be anything: take them for a wrong answer, and do not raise",
-        "unscored": "score every answer, a wrong one with 0; None only where no score can be had",
-        "infrastructure": "it is tried again; what is not there when it is checked should be there when it runs",
-        "empty": "call the model at least once",
-        "engine": "the scripted model does not fail by itself: let EngineError of a model call pass",
-    }
     for (ending, cause), rollouts in kinds.items():
         if ending == "failed":
             said = [m.content for m in rollouts[0].messages if m.role == "assistant"]
@@ -174,7 +200,7 @@ def _endings(played: Sequence[Rollout]) -> list[Finding]:
                     "error",
                     f"{len(rollouts)} of {len(played)} rollouts failed ({cause})",
                     facts,
-                    remedies.get(cause or "", ""),
+                    _remedy(cause, rollouts[0].outcome.detail),
                 )
             )
         elif ending == "cancelled":
@@ -186,10 +212,46 @@ def _endings(played: Sequence[Rollout]) -> list[Finding]:
                     "raise another error: that one is the event loop's own",
                 )
             )
+        elif cause == "deadline":
+            found.append(
+                Finding(
+                    "error" if len(rollouts) == len(played) else "warning",
+                    f"{len(rollouts)} of {len(played)} rollouts wait until their deadline",
+                    f"{Limits().deadline_s:g} s in simulated time; after {len(rollouts[0].turns)} model calls",
+                    "what it awaits there never comes: give the wait a time limit, and score what there is",
+                )
+            )
     if not found:
         counts = ", ".join(f"{len(r)} {e}" + (f" ({c})" if c else "") for (e, c), r in kinds.items())
         found.append(Finding("ok", f"{len(played)} rollouts against odd answers", counts))
     return found
+
+
+_REMEDIES: Final = {
+    "environment": "answers of a model may be anything: take them for a wrong answer, and do not raise",
+    "unscored": "score every answer, a wrong one with 0; None only where no score can be had",
+    "infrastructure": "it is tried again; what is not there when it is checked should be there when it runs",
+    "empty": "call the model at least once",
+    "engine": "the scripted model does not fail by itself: let EngineError of a model call pass",
+}
+"""By cause of the failure."""
+
+_SLIPS: Final = (
+    (
+        "can't be used in 'await' expression",
+        "write `async def rollout(...)`, and await only what can be awaited",
+    ),
+    ("'coroutine' object", "an `await` is missing: `reply = await model.chat(...)`"),
+    ("coroutine; expected Result", "an `await` is missing in front of what `rollout` returns"),
+    ("expected Result", "end `rollout` with `return Result(reward=...)`"),
+    ("the reward is", "a reward is a finite number: look for a division by zero, or a missing value"),
+    ("must be numbers", "give rewards and metrics as numbers: Result(reward=1.0, metrics={'name': 2.0})"),
+)
+"""What an error's text says of the slip behind it, the more telling first."""
+
+
+def _remedy(cause: str | None, detail: str) -> str:
+    return next((remedy for mark, remedy in _SLIPS if mark in detail), _REMEDIES.get(cause or "", ""))
 
 
 def _rewards(played: Sequence[Rollout]) -> list[Finding]:
