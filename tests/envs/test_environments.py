@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 from pathlib import Path
@@ -26,6 +27,7 @@ from paceline.envs import (
     environment_class,
     make_environment,
 )
+from paceline.envs.surroundings import ColdStarts, InRun
 from paceline.errors import ConfigError, EnvError
 from paceline.testing import run_virtual
 
@@ -191,6 +193,35 @@ def test_a_list_of_tasks_is_told_from_another_by_its_content() -> None:
 
 def test_the_context_knows_how_much_time_is_left() -> None:
     assert context().seconds_left == 40.0
+
+
+def test_s90_three_that_make_twenty_each_at_four_a_second_take_fifteen_seconds_and_a_killed_one_blocks_nobody() -> (
+    None
+):
+    seen: list[float] = []
+
+    async def makes(run: InRun) -> None:
+        for _ in range(20):
+            async with run.cold_start():
+                seen.append(asyncio.get_running_loop().time())
+
+    async def main(killed: bool) -> float:
+        run = InRun(cold_starts=ColdStarts(at_once=3, per_s=4.0))
+        began = asyncio.get_running_loop().time()
+        makers = [asyncio.create_task(makes(run)) for _ in range(3)]
+        if killed:
+            await asyncio.sleep(5.5)
+            makers[0].cancel()
+        await asyncio.gather(*makers, return_exceptions=True)
+        return asyncio.get_running_loop().time() - began
+
+    assert run_virtual(main(killed=False)) == pytest.approx(15.0, abs=1.0)
+    assert len(seen) == 60
+    assert max(sum(at <= other < at + 1.0 for other in seen) for at in seen) <= 4
+    seen.clear()
+    # The third that had made 8 or so leaves the others its share.
+    assert run_virtual(main(killed=True)) == pytest.approx(12.0, abs=1.0)
+    assert 40 < len(seen) < 60
 
 
 def test_s40_the_side_named_is_the_side_removed() -> None:
