@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.rundir import existing_run_dir, mend_status
+from paceline.cli.run import forgiven
+from paceline.cli.rundir import existing_run_dir, keep_config, mend_status
 from paceline.config import RunConfig
 from paceline.domain.events import RunOpened
 from paceline.errors import ConfigError
@@ -69,3 +70,28 @@ def test_a_status_that_is_a_directory_is_refused_with_what_to_do(tmp_path: Path)
     (tmp_path / "status.json").mkdir()
     with pytest.raises(ConfigError, match="remove it"):
         mend_status(tmp_path)
+
+
+def test_the_config_of_each_life_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("of an earlier release")
+    for text in ("second", "third"):
+        keep_config(tmp_path, text)
+    kept = {path.name: path.read_text() for path in (tmp_path / "configs").iterdir()}
+    assert kept == {
+        "000001.toml": "of an earlier release",
+        "000002.toml": "second",
+        "000003.toml": "third",
+    }
+    assert (tmp_path / "config.toml").read_text() == "third"
+
+
+def test_only_environments_that_are_there_are_forgiven_and_only_by_a_run_that_goes_on() -> None:
+    envs = [{"id": "reverse-text"}, {"id": "reverse-text", "name": "b"}]
+    config = RunConfig.model_validate({"model": {"name": "m"}, "env": envs})
+    assert forgiven(config, None, None) == ()
+    assert forgiven(config, "", []) == ("reverse-text", "b")
+    assert forgiven(config, "run", ["b"]) == ("b",)
+    with pytest.raises(ConfigError, match="--forgive: there is no environment 'c', only 'reverse-text', 'b'"):
+        forgiven(config, "", ["c"])
+    with pytest.raises(ConfigError, match="add --resume"):
+        forgiven(config, None, [])

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from paceline.core.breaker import FAILURES, FIRST_S, LONGEST_S
+from paceline.core.recovery import EMPTY, Recovery
 from paceline.core.setup import CoreSetup
 from paceline.domain import commands as do
 from paceline.domain.ids import RolloutId
@@ -94,6 +95,54 @@ def test_when_all_are_out_for_too_long_the_run_ends_with_the_cause() -> None:
         run()
     assert "longer than run.outage_s 600: env 'sandbox': the sandbox provider answers 503" in str(end.value)
     assert world.now < 20.0 + 600.0 + LONGEST_S + 60.0
+
+
+def test_the_run_ends_too_when_all_others_have_run_out_of_tasks() -> None:
+    done = train_env("done", tasks=4, epochs=1, group_size=2)
+    setup = setup_for(train_env("sandbox", group_size=4), done, batch=8, max_steps=60)
+    world, run = outage(msgspec.structs.replace(setup, outage_s=600.0), 20.0, 1e9)
+    with pytest.raises(NoProgressError, match=r"longer than run\.outage_s 600"):
+        run()
+    assert world.core.curriculum.samplers["done"].exhausted
+    assert world.now < 20.0 + 600.0 + LONGEST_S + 60.0
+
+
+def continued(setup: CoreSetup, plan: Callable[[RolloutId, TaskRef], Plan]) -> Trace:
+    """A life that goes on with twelve rollouts of the one before, all of which had heard no answer."""
+    long = World(setup, Script(plan=lambda _rollout, _task: Plan(((0.0, 1e6),))), cap=12)
+    long.run(until=1000.0)
+    assert len(long.running) == 12
+    recovery, watch = Recovery(EMPTY), Invariants()
+    for seq, (at, event, commands) in enumerate(long.trace.journal):
+        recovery.apply(seq, at, event, commands)
+        watch.recall(event, commands)
+    rest = World(setup, Script(plan=plan), cap=12, recovery=recovery, now=1000.0, watch=watch)
+    return rest.run(until=2000.0)
+
+
+def went_on(trace: Trace) -> list[float]:
+    return [at for at, _, commands in trace.journal for c in commands if isinstance(c, do.ContinueRollout)]
+
+
+def test_rollouts_of_an_earlier_life_begin_again_no_faster_than_others_may_start() -> None:
+    spec = train_env("sandbox", group_size=4, tasks_per_minute=60.0)
+    trace = continued(setup_for(spec, batch=12, max_steps=3), lambda _rollout, _task: Plan())
+    assert [round(after - before, 3) for before, after in pairwise(went_on(trace))] == [1.0] * 11
+    starts = [at for at, _ in launches(trace)]
+    assert starts[0] >= went_on(trace)[-1] + 1.0 - 1e-6
+
+
+def test_rollouts_of_an_earlier_life_wait_while_their_environment_is_out() -> None:
+    def plan(rollout: RolloutId, task: TaskRef) -> Plan:
+        return Plan(((0.0, 0.1),), outcome=DOWN, reward=None)
+
+    spec = train_env("sandbox", group_size=4, tasks_per_minute=60.0)
+    trace = continued(setup_for(spec, batch=12, max_steps=3), plan)
+    pauses = [after - before for before, after in pairwise(went_on(trace))]
+    assert [round(pause, 3) for pause in pauses[FAILURES - 1 :]] == [1.1, 2.1, 4.1, 8.1], (
+        "one is tried each time"
+    )
+    assert notes(trace)[0][1].out
 
 
 def test_what_fails_in_one_group_alone_is_no_outage() -> None:

@@ -7,9 +7,13 @@ from collections import Counter
 import msgspec
 import pytest
 
+from paceline.core.admission import FixedCap
 from paceline.core.quarantine import Patience, Quarantine
+from paceline.core.recovery import EMPTY, Recovery
+from paceline.core.scheduler import Core
 from paceline.core.setup import TrainSpec
 from paceline.domain import commands as do
+from paceline.domain.events import RunOpened
 from paceline.domain.group import Fate, GroupResult, Verdict
 from paceline.domain.ids import RolloutId
 from paceline.domain.rollout import Outcome
@@ -133,3 +137,29 @@ def test_what_is_held_and_what_was_counted_survive_a_resume() -> None:
     assert again.holds(TaskRef("env", "train", 5))
     again.closed(TaskRef("env", "train", 2), result("queued"))
     assert again.closed(TaskRef("env", "train", 1), result("failed")) is not None
+
+
+def test_what_was_held_is_drawn_again_when_somebody_says_so_and_stays_so() -> None:
+    spec = patient(train_env(tasks=10, group_size=2, sampler="sequential"), 2, 10)
+    setup = setup_for(spec, batch=4, max_steps=30)
+
+    def plan(rollout: RolloutId, task: TaskRef) -> Plan:
+        if task.index == 3:
+            return Plan(((0.0, 0.1),), outcome=BROKEN, reward=None)
+        return Plan(reward=alternating(rollout, task, 0))
+
+    world = World(setup, Script(plan=plan), cap=6)
+    world.run(events=1500)
+    assert world.core.curriculum.quarantine.holds(TaskRef("env", "train", 3))
+    recovery = Recovery(EMPTY)
+    for seq, (at, event, commands) in enumerate(world.trace.journal):
+        recovery.apply(seq, at, event, commands)
+    recovery.apply(recovery.seq, world.now, RunOpened("run", 0, recovered=True, forgives=("env",)), ())
+    rollouts = {rollout.id: rollout for rollout in world.trace.ended}
+    assert recovery.state(rollouts, {})["curriculum"]["quarantine"]["held"] == {}
+
+    core = Core(setup, FixedCap(6))
+    core.restore(world.core.snapshot(), world.core.cut)
+    assert core.curriculum.quarantine.holds(TaskRef("env", "train", 3))
+    core.handle(RunOpened("run", 0, forgives=("env",)), 0.0)
+    assert not core.curriculum.quarantine.holds(TaskRef("env", "train", 3))

@@ -8,11 +8,15 @@ import msgspec
 import pytest
 
 from paceline.config import EvalSection
+from paceline.core.admission import FixedCap
+from paceline.core.advantages import builtin
 from paceline.core.recovery import EMPTY, Recovery
+from paceline.core.scheduler import Core
 from paceline.domain.ids import RolloutId
 from paceline.domain.rollout import Outcome, Rollout
 from paceline.journal.lines import Line, Restorer, line_of
 from paceline.testing import Invariants, Plan, Script, World, alternating, chaos, setup_for, train_env
+from paceline.testing.policies import POLICIES
 
 
 def wild(seed: int, **options: Any) -> World:
@@ -97,6 +101,65 @@ def test_the_fold_over_the_journal_is_the_core_at_every_record(seed: int) -> Non
             assert recovery.wanted() <= set(rollouts)
             assert normal(recovery.state(rollouts, {})) == expected, f"after record {seq}"
     assert compared > 50
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_fold_is_the_core_under_every_scheduling_policy(name: str) -> None:
+    kind = POLICIES[name]
+    setup = setup_for(
+        train_env("a", tasks=30, max_attempts=3, group_size=3),
+        train_env("b", max_attempts=2, weight=2.0),
+        batch=6,
+        lag=kind.lag,
+        max_staleness=kind.max_staleness,
+        max_steps=8,
+        seed=1,
+        checkpoint_every=3,
+    )
+
+    def told(state: dict[str, Any]) -> dict[str, Any]:
+        """Without what a policy has learnt, which is that of the newest checkpoint, and what it holds: nothing is held in the
+        next life, until it asks for its turn."""
+        plain = normal(state)
+        del plain["scheduling"]
+        for group in (*plain["groups"], *plain["processing"]):
+            del group["fallback"]
+            if name == "unbiased_resume":
+                del group["places"], group["references"]
+        return plain
+
+    snapshots: list[dict[str, Any] | None] = []
+
+    def watch(world: World, event: Any, commands: Any) -> None:
+        skip = world.core._draining is not None or (len(snapshots) % 5 and len(snapshots) > 40)
+        snapshots.append(None if skip else told(world.core.snapshot()))
+
+    world = World(
+        setup,
+        chaos(1),
+        engines=2,
+        cap=7,
+        scheduling=kind.make(),
+        algorithm=builtin(kind.algorithm, {}),
+        watch=watch,
+    )
+    trace = world.run(events=900)
+    rollouts = {rollout.id: rollout for rollout in trace.ended}
+    recovery, compared = Recovery(EMPTY), 0
+    for seq, at, event, commands in as_read(trace.journal):
+        recovery.apply(seq, at, event, commands)
+        if (expected := snapshots[seq]) is not None:
+            compared += 1
+            assert told(recovery.state(rollouts, {})) == expected, f"after record {seq}"
+    assert compared > 50
+
+    for state in (recovery.state(rollouts, {}), world.core.snapshot()):
+        core = Core(setup, FixedCap(7), kind.make())
+        core.restore(msgspec.msgpack.decode(msgspec.msgpack.encode(state), strict=False), 0, "", rollouts)
+        for group in core.groups.groups():
+            late = sum(member.outcome.cause == "deferred" for member in group.arrived)
+            whole = group.size - group.closed_unlaunched - group.left - late
+            assert group.places == (whole if group.needs == group.size else group.places)
 
 
 @pytest.mark.parametrize("from_checkpoint", [False, True])

@@ -349,6 +349,7 @@ class Assembly:
             trained=None if goes_on is None else goes_on.trained,
             weights="" if goes_on is None else str(self._weights_now()),
             continues=tuple(left.goes_on),
+            forgives=() if goes_on is None else goes_on.forgives,
         )
         driver.when_failing(self._failing)
         self._driver = driver

@@ -48,6 +48,8 @@ class Resumption(msgspec.Struct, frozen=True):
     """What was commanded then and never answered."""
     checkpoint: int = 0
     """Number of the first record that its checkpoint does not hold."""
+    forgives: tuple[EnvName, ...] = ()
+    """Environments whose tasks are drawn again that were in quarantine."""
 
 
 def resumption(run_dir: Path, config: RunConfig) -> tuple[str, Resumption | None, list[str]]:

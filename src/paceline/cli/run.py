@@ -14,6 +14,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from paceline.cli.options import add_config_argument, load_config
 from paceline.errors import ConfigError, PacelineError, printable
 
@@ -49,6 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="go on with the run in directory RUN; without RUN, with the newest run of this name",
     )
+    parser.add_argument(
+        "--forgive",
+        nargs="*",
+        metavar="ENV",
+        help="with --resume: draw the tasks of ENV again that are in quarantine; without ENV, those of all environments",
+    )
     parser.add_argument("--dry-run", action="store_true", help="check everything a run needs, start nothing")
     parser.add_argument("--summary", choices=["json"], help="end the output with one line of JSON")
     parser.add_argument("--plain", action="store_true", help="plain lines instead of the live panel")
@@ -68,10 +76,28 @@ def run(args: argparse.Namespace) -> int:
 
         asyncio.run(resume_paused(loaded.value, args.resume, _say))
     check(loaded)
-    outcome = start(loaded, resume=args.resume, plain=args.plain, may_exit=True)
+    forgives = forgiven(loaded.value, args.resume, args.forgive)
+    outcome = start(loaded, resume=args.resume, forgives=forgives, plain=args.plain, may_exit=True)
     if args.summary == "json":
         print(json.dumps(outcome.summary), flush=True)
     return outcome.code
+
+
+def forgiven(config: RunConfig, resume: str | None, names: list[str] | None) -> tuple[str, ...]:
+    """Environments that `--forgive` names. ConfigError where there is nothing to forgive."""
+    if names is None:
+        return ()
+    if resume is None:
+        raise ConfigError(
+            "--forgive is of a run that goes on, and this one begins: add --resume, or leave it out"
+        )
+    known = [env.label for env in config.env]
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"--forgive: there is no environment {name!r}, only {', '.join(map(repr, known))}"
+            )
+    return tuple(names or known)
 
 
 def check(loaded: Loaded[RunConfig]) -> None:
@@ -95,7 +121,12 @@ def check(loaded: Loaded[RunConfig]) -> None:
 
 
 def start(
-    loaded: Loaded[RunConfig], *, resume: str | None = None, plain: bool = False, may_exit: bool = False
+    loaded: Loaded[RunConfig],
+    *,
+    resume: str | None = None,
+    forgives: tuple[str, ...] = (),
+    plain: bool = False,
+    may_exit: bool = False,
 ) -> Outcome:
     """Run in a new directory, or go on in one: `resume` names it, "" for the newest of this name.
 
@@ -104,7 +135,7 @@ def start(
     """
     from paceline.cli.changes import changes_since
     from paceline.cli.resume import resumption
-    from paceline.cli.rundir import CONFIG_FILE, RunLock, existing_run_dir, mend_status, new_run_dir
+    from paceline.cli.rundir import RunLock, existing_run_dir, keep_config, mend_status, new_run_dir
     from paceline.config.dump import dump
     from paceline.tokens.tokenizer import resolve_model_dir
     from paceline.transport.status import open_run
@@ -126,6 +157,8 @@ def start(
             for change in changes_since(run_dir, config):
                 _say(str(change))
             run_id, goes_on, notes = resumption(run_dir, config)
+            if goes_on is not None:
+                goes_on = msgspec.structs.replace(goes_on, forgives=forgives)
             for note in notes:
                 _say(note)
             again = (
@@ -142,7 +175,7 @@ def start(
                 trained=goes_on.trained if goes_on else None,
                 steps=config.run.max_steps,
             )
-            (run_dir / CONFIG_FILE).write_text(dump(config, loaded.provenance), encoding="utf-8")
+            keep_config(run_dir, dump(config, loaded.provenance))
         except OSError as error:
             raise ConfigError(
                 f"{run_dir} cannot be written: {error}; mend that, or choose another with --run.dir"

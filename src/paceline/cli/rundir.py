@@ -21,6 +21,8 @@ from paceline.transport.layout import STATUS
 from paceline.transport.status import RunStatus, read_status, write_status
 
 CONFIG_FILE = "config.toml"
+CONFIGS = "configs"
+"""One file a life."""
 LOCK_FILE = "run.lock"
 _TRAINER_CHECKPOINT = re.compile(r"v(\d{8})")
 _LOCK_WAIT_S = 10.0
@@ -132,6 +134,18 @@ def latest_run_dir(config: RunConfig) -> Path:
             f"--resume: there is no run called {config.run.name!r} in {root}: start it without --resume"
         )
     return max(found)[1]
+
+
+def keep_config(run_dir: Path, text: str) -> None:
+    """Write the config of the life that begins: as `config.toml`, and beside those of the lives before, by number."""
+    folder = run_dir / CONFIGS
+    folder.mkdir(exist_ok=True)
+    lives = [int(path.stem) for path in folder.glob("*.toml") if path.stem.isdigit()]
+    if not lives and (before := run_dir / CONFIG_FILE).is_file():  # a run that an earlier release began
+        (folder / "000001.toml").write_bytes(before.read_bytes())
+        lives = [1]
+    (folder / f"{max(lives, default=0) + 1:06d}.toml").write_text(text, encoding="utf-8")
+    (run_dir / CONFIG_FILE).write_text(text, encoding="utf-8")
 
 
 def mend_status(run_dir: Path) -> list[str]:

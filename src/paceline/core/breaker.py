@@ -12,6 +12,7 @@ cause `infrastructure` alone; code that raises is no outage, and is ended by `ba
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import Final
 
 from paceline.core.dead import brief
@@ -52,11 +53,15 @@ class _Breaker:
 class Breakers:
     """Those of all training environments. An environment of which nothing fails costs nothing."""
 
-    __slots__ = ("_breakers", "_envs", "_patience_s")
+    __slots__ = ("_breakers", "_envs", "_patience_s", "_works")
 
-    def __init__(self, envs: int, patience_s: float) -> None:
-        """`envs`: training environments; `patience_s`: how long all of them together may be out."""
-        self._envs = envs
+    def __init__(
+        self, envs: Collection[EnvName], patience_s: float, works: Callable[[EnvName], bool]
+    ) -> None:
+        """`envs`: training environments; `patience_s`: how long all of them together may be out; `works`: whether one has tasks
+        to draw, or rollouts under way. One that has neither brings nothing, in or out."""
+        self._envs = tuple(envs)
+        self._works = works
         self._patience_s = patience_s
         self._breakers: dict[EnvName, _Breaker] = {}
 
@@ -125,11 +130,14 @@ class Breakers:
         )
 
     def _lose_patience(self, now: float) -> None:
-        opened = [b.since for b in self._breakers.values() if b.since is not None]
-        if len(opened) < self._envs or now - max(opened) < self._patience_s:
+        opened = {env: b.since for env, b in self._breakers.items() if b.since is not None}
+        if any(env not in opened and self._works(env) for env in self._envs):
+            return
+        since = max(opened.values())
+        if now - since < self._patience_s:
             return
         told = "; ".join(f"env {env!r}: {breaker.last}" for env, breaker in self._breakers.items())
         raise NoProgressError(
-            f"no training environment has worked for {now - max(opened):.0f} s, longer than run.outage_s "
+            f"no training environment has worked for {now - since:.0f} s, longer than run.outage_s "
             f"{self._patience_s:g}: {told}"
         )

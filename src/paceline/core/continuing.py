@@ -15,7 +15,7 @@ from paceline.core.outbox import Outbox
 from paceline.core.scheduling.base import Scheduling
 from paceline.domain import commands as do
 from paceline.domain import events as on
-from paceline.domain.ids import RolloutId, Version
+from paceline.domain.ids import EnvName, RolloutId, Version
 from paceline.errors import InvariantError
 
 _GOES_ON = "it was under way when the run ended"
@@ -68,18 +68,30 @@ class Continuing:
 
     def fill(self) -> None:
         """Let go on what there are permits for."""
-        while (self._waiting or self._empty) and self._policy.may_start() and self._fleet.free() > 0:
-            flight = self._next()
+        if not (self._waiting or self._empty):
+            return
+        held: set[EnvName] = set()
+        while self._policy.may_start() and self._fleet.free() > 0:
+            flight = self._next(held)
             engine = None if flight is None else self._fleet.place(self._groups.of(flight.id).engine)
             if flight is None or engine is None:
                 return
             self._go_on(flight, engine)
+            self._launcher.went_on(flight)
 
-    def _next(self) -> Flight | None:
-        flight = next(iter(self._waiting.values()), None)
-        if flight is not None and flight.oldest is not None and flight.oldest > self._fleet.held:
-            flight = None  # its trainer went back, and makes these weights again: older ones would only make it staler
-        return flight or next(iter(self._empty.values()), None)
+    def _next(self, held: set[EnvName]) -> Flight | None:
+        """The first whose environment may start one now; `held` are those that are known not to."""
+        for waiting in (self._waiting, self._empty):
+            for flight in waiting.values():
+                if flight.oldest is not None and flight.oldest > self._fleet.held:
+                    break  # its trainer went back, and makes these weights again: older ones would only make it staler
+                env = flight.task.env
+                if env in held:
+                    continue
+                if self._launcher.may_go_on(env):
+                    return flight
+                held.add(env)
+        return None
 
     def before_cancelling(self, flight: Flight) -> None:
         """What is asked to stop must have begun: it ends by its `RolloutEnded` like any other."""

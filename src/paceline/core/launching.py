@@ -63,7 +63,7 @@ class Launcher:
         self.pacing = Pacing(
             setup.lag, setup.target_rollouts, setup.target_tokens, tokens_guess=max(1, setup.seq_len // 2)
         )
-        self.breakers = Breakers(len(setup.train), setup.outage_s)
+        self.breakers = Breakers([spec.name for spec in setup.train], setup.outage_s, self._brings)
         self.next_group: GroupId = 0
         self.owing = 0
         """Open train groups with members to start."""
@@ -133,6 +133,10 @@ class Launcher:
 
     def adopt(self, group: OpenGroup) -> None:
         """Take a train group of an earlier life in line, oldest first."""
+        if group.needs == group.size:
+            # What the policy held had given its place to others. In this life nothing is held yet, and all go on.
+            put_off = sum(member.outcome.cause == "deferred" for member in group.arrived)
+            group.places = group.size - group.closed_unlaunched - group.left - put_off
         self.pacing.taken += group.places
         self.curriculum.goes_on(group.task.env)
         self._policy.opened(group)
@@ -301,6 +305,11 @@ class Launcher:
         most = self._most.get(env)
         if most is not None and self._flights.of_env.get(env, 0) >= most:
             return False  # the end of one of them asks again
+        return self.may_go_on(env)
+
+    def may_go_on(self, env: EnvName) -> bool:
+        """Whether a rollout of an earlier life, which counts among those in flight already, may begin again now; sets an alarm
+        for when it may. To its environment it is a start like any other."""
         if not self.breakers.allows(env, self._out.now):
             if (at := self.breakers.next_at(env)) is not None:
                 self._ask_again(at, f"env {env!r} is out: one rollout is tried then")
@@ -310,6 +319,17 @@ class Launcher:
             return True
         self._ask_again(rate.next_at(self._out.now), f"env {env!r} may start its next rollout then")
         return False
+
+    def went_on(self, flight: Flight) -> None:
+        """One has begun again."""
+        env = flight.task.env
+        if env in self._rates:
+            self._rates[env].take(self._out.now)
+        self.breakers.started(flight.id, env)
+
+    def _brings(self, env: EnvName) -> bool:
+        """Whether an environment may yet bring something."""
+        return not self.curriculum.samplers[env].exhausted or self._flights.of_env.get(env, 0) > 0
 
     def _ask_again(self, at: float, reason: str) -> None:
         # One alarm is enough: what it cannot start yet asks again. Without the test, two limited environments would

@@ -81,6 +81,11 @@ class Quarantine:
         self._held.setdefault(env, set()).add(index)
         self._strikes.pop((env, index), None)
 
+    def forget(self, env: EnvName) -> None:
+        """Draw the tasks of an environment again that were passed over, with nothing held against them."""
+        self._held.pop(env, None)
+        self._strikes = {key: strikes for key, strikes in self._strikes.items() if key[0] != env}
+
     def snapshot(self) -> dict[str, Any]:
         """State to resume from."""
         return {

@@ -175,6 +175,8 @@ class Recovery:
         self.seq = seq + 1
 
     def _opened(self, event: on.RunOpened) -> None:
+        for env in event.forgives:
+            self._quarantine.forget(env)
         if not event.recovered and self.seq > 0:
             raise CannotFold(
                 f"record {self.seq} begins a life of the run that went on from a checkpoint alone, and there is no "

@@ -177,6 +177,8 @@ class Core:
     # ── what each event changes; returns whether anything may start or finish because of it ──
 
     def _run_opened(self, event: on.RunOpened) -> bool:
+        for env in event.forgives:
+            self.curriculum.quarantine.forget(env)
         self.continuing.opened(event.continues)
         return True
 

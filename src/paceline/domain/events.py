@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from paceline.domain.group import GroupResult
-from paceline.domain.ids import EngineId, GroupId, RolloutId, Version
+from paceline.domain.ids import EngineId, EnvName, GroupId, RolloutId, Version
 from paceline.domain.load import EngineInfo, EngineLoad
 from paceline.domain.rollout import Finish, Rollout, VersionRuns
 
@@ -34,6 +34,8 @@ class RunOpened(msgspec.Struct, frozen=True, gc=False, tag=True):
     """Where the weights of that step are."""
     continues: tuple[RolloutId, ...] = ()
     """Attempts of the earlier life that go on with the tokens they have, in the order of their start."""
+    forgives: tuple[EnvName, ...] = ()
+    """Environments whose tasks are drawn again from here on that were in quarantine."""
 
 
 class EngineJoined(msgspec.Struct, frozen=True, gc=False, tag=True):

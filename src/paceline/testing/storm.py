@@ -16,8 +16,6 @@ import argparse
 import sys
 import time
 import traceback
-from collections import Counter
-from collections.abc import Collection, Mapping, Set
 from random import Random
 from typing import Any, NamedTuple
 
@@ -26,7 +24,6 @@ import msgspec
 from paceline.config import EvalSection
 from paceline.core.admission import AdaptiveCap, Admission, Bounds, FixedCap, PredictiveCap
 from paceline.core.advantages import builtin
-from paceline.core.curriculum import Sampler
 from paceline.core.parts import whole_parts
 from paceline.core.quarantine import Patience
 from paceline.core.recovery import EMPTY, Recovery
@@ -36,14 +33,14 @@ from paceline.domain import commands as do
 from paceline.domain import events as on
 from paceline.domain.commands import Command
 from paceline.domain.events import Event
-from paceline.domain.ids import GroupId, RolloutId
+from paceline.domain.ids import RolloutId
 from paceline.domain.load import EngineLoad
 from paceline.domain.part import Part
 from paceline.domain.rollout import Rollout
-from paceline.domain.task import TaskRef
 from paceline.errors import InvariantError
 from paceline.journal.lines import Line, Restorer, line_of
 from paceline.testing.invariants import Invariants
+from paceline.testing.lives import Record, check_records
 from paceline.testing.policies import POLICIES
 from paceline.testing.script import chaos, setup_for, train_env
 from paceline.testing.world import World
@@ -57,12 +54,6 @@ _SHORT = 100
 _MOST_STEPS, _MOST_STEPS_OF_SHORT = 60, 8
 _ANY_LAG = ("overlap", "divided", "divided_ahead", "kv_area")
 """Policies that may run ahead as far as their config says."""
-
-
-class Record(NamedTuple):
-    at: float
-    event: Event
-    commands: tuple[Command, ...]
 
 
 class Report(NamedTuple):
@@ -270,124 +261,6 @@ def as_read(records: list[Record]) -> list[tuple[int, float, Event, tuple[Comman
     return found
 
 
-def check_records(records: list[Record], world: World) -> None:
-    """What must hold over all lives of a run that has finished. InvariantError names what does not."""
-
-    def rule(holds: bool, text: str, *facts: Any) -> None:
-        if not holds:
-            raise InvariantError(f"over all lives: {text}: {', '.join(map(str, facts))}")
-
-    started: dict[RolloutId, do.StartRollout] = {}
-    ended: Counter[RolloutId] = Counter()
-    closed: Counter[int] = Counter()
-    processed: Counter[int] = Counter()
-    shipped: Counter[RolloutId] = Counter()
-    queued: set[RolloutId] = set()
-    gone: Counter[RolloutId] = Counter()
-    launched: Counter[tuple[str, str]] = Counter()
-    sampled: Counter[tuple[str, str]] = Counter()
-    steps: list[int] = []
-    drawn: dict[TaskRef, dict[GroupId, None]] = {}
-    """Groups that were opened for a task which was drawn."""
-    skipped: set[TaskRef] = set()
-    cut_short: Counter[TaskRef] = Counter()
-    """Those that the end of a life stopped."""
-    has: Counter[RolloutId] = Counter()
-    to_go_on: set[RolloutId] = set()
-    for record in records:
-        event = record.event
-        if isinstance(event, on.RunOpened):
-            to_go_on.update(event.continues)
-        elif isinstance(event, on.RolloutContinued):
-            rollout = event.rollout
-            rule(event.tokens + event.lost == has[rollout], "kept and lost", rollout, event, has[rollout])
-            has[rollout] = event.tokens
-            to_go_on.discard(rollout)
-        elif isinstance(event, on.RolloutEnded):
-            rollout = event.rollout.id
-            ended[rollout] += 1
-            if event.rollout.outcome.cause != "restart" and rollout not in to_go_on:
-                recorded = event.rollout.sampled_tokens
-                rule(recorded == has[rollout], "tokens of a record", rollout, recorded, has[rollout])
-        elif isinstance(event, on.SegmentEnded):
-            task = started[event.rollout].task
-            tokens = sum(count for _, count in event.versions)
-            sampled[task.split, task.env] += tokens
-            has[event.rollout] += tokens
-        elif isinstance(event, on.GroupProcessed):
-            processed[event.result.group] += 1
-            queued.update(v.rollout for v in event.result.verdicts if v.fate == "queued")
-        for command in record.commands:
-            if isinstance(command, do.NoteOpened):
-                if not command.put_off:
-                    drawn.setdefault(command.task, {})[command.group] = None
-            elif isinstance(command, do.NoteRedraw):
-                cut_short[command.task] += not command.put_off
-            elif isinstance(command, do.SkipTask):
-                skipped.add(command.task)
-            elif isinstance(command, do.StartRollout):
-                rule(command.rollout not in started, "started twice", command.rollout)
-                if command.task.split == "train" and not command.put_off:
-                    drawn.setdefault(command.task, {})[command.rollout.group] = None
-                started[command.rollout] = command
-                launched[command.task.split, command.task.env] += 1
-            elif isinstance(command, do.ProcessGroup):
-                closed[command.group.id] += 1
-            elif isinstance(command, do.ShipBatch):
-                steps.append(command.batch.step)
-                shipped.update(command.batch.rollouts)
-            elif isinstance(command, do.NoteDiscarded) or (
-                isinstance(command, do.NoteStale) and command.action == "dropped"
-            ):
-                gone[command.rollout] += 1
-    _check_draws(world, drawn, skipped, cut_short)
-    rule(set(ended) == set(started), "started and ended differ", *sorted(set(ended) ^ set(started))[:4])
-    for what, counts in (
-        ("a rollout ended", ended),
-        ("a group closed", closed),
-        ("a group was processed", processed),
-    ):
-        twice = [key for key, count in counts.items() if count != 1]
-        rule(not twice, f"{what} more than once", *twice[:4])
-    rule(set(closed) == set(processed), "closed and processed differ", *(set(closed) ^ set(processed)))
-    rule(
-        max(shipped.values(), default=1) == 1, "trained twice", *[r for r, n in shipped.items() if n > 1][:4]
-    )
-    rule(steps == list(range(1, len(steps) + 1)), "steps are not 1, 2, 3, …", *steps[-4:])
-    rule(not set(shipped) & set(gone), "shipped and dropped", *list(set(shipped) & set(gone))[:4])
-    lost = queued - set(shipped) - set(gone)
-    left = sum(
-        a.rollouts.get("left_over", 0) + a.rollouts.get("queued", 0)
-        for a in world.core.account.streams().values()
-    )
-    rule(len(lost) == left, "what was to train was lost", len(lost), left)
-    for stream, account in world.core.account.streams().items():
-        rule(account.launched == launched[stream], "launched", stream, account.launched, launched[stream])
-        rule(account.sampled == sampled[stream], "sampled", stream, account.sampled, sampled[stream])
-
-
-def _check_draws(
-    world: World,
-    drawn: Mapping[TaskRef, Collection[GroupId]],
-    skipped: Set[TaskRef],
-    cut_short: Counter[TaskRef],
-) -> None:
-    """No task is left out, and none comes a second time but where a life ended before its group could bring anything."""
-
-    def rule(holds: bool, text: str, *facts: Any) -> None:
-        if not holds:
-            raise InvariantError(f"over all lives: {text}: {', '.join(map(str, facts))}")
-
-    for env, sampler in world.core.curriculum.samplers.items():
-        from_start = Sampler(sampler.source, world.setup.seed)
-        expected = {from_start.draw_fresh() for _ in range(sampler.drawn)}
-        mine = {task for task in drawn if task.env == env}
-        rule(expected <= mine | skipped, "tasks were left out", *(expected - mine - skipped))
-        rule(mine <= expected, "tasks came before their turn", *(mine - expected))
-    for task, groups in drawn.items():
-        rule(len(groups) - 1 <= cut_short[task], "drawn again, and nobody knows why", task, *groups)
-
-
 def _setup(random: Random, seed: int) -> CoreSetup:
     size = random.randint(2, 4)  # one alone has no spread of rewards, and never trains
     envs = [
@@ -446,6 +319,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--events", type=int, help="events before the last fault; drawn from the seed by default"
     )
+    parser.add_argument("--stop", action="store_true", help="end with the first seed that fails")
     args = parser.parse_args(argv)
     began, reports, failed = time.monotonic(), [], []
     for seed in range(args.first, args.first + args.seeds):
@@ -459,6 +333,8 @@ def main(argv: list[str] | None = None) -> int:
                 f"seed {seed} failed; again: python -m paceline.testing.storm --first {seed} --seeds 1{again}",
                 flush=True,
             )
+            if args.stop:
+                break
     total = {
         name: sum(getattr(r, name) for r in reports)
         for name in ("events", "lives", "faults", "rollouts", "continued", "steps")
