@@ -21,7 +21,17 @@ class GatewaySection(Section):
     max_body_mb: float = Field(default=16.0, gt=0)
     """Largest request, in megabytes: a history of about three million tokens."""
     tool_format: Literal[
-        "auto", "none", "hermes", "qwen_xml", "llama", "mistral", "deepseek", "glm", "kimi", "gemma", "harmony"
+        "auto",
+        "none",
+        "hermes",
+        "qwen_xml",
+        "llama",
+        "mistral",
+        "deepseek",
+        "glm",
+        "kimi",
+        "gemma",
+        "harmony",
     ] = "auto"
     """How the model writes tool calls; `auto` goes by the chat template."""
     thinking: Literal["content", "split"] = "content"
