@@ -165,14 +165,14 @@ class DividedScheduling(_OrderedScheduling):
 
 
 class KvAreaScheduling(_OrderedScheduling):
-    """Short requests; what is critical for the end of the batch first, else the shortest, by learnt lengths."""
+    """Short requests; what may end last first, else the shortest, by learnt lengths."""
 
     type: Literal["kv_area"]
     """Which scheduling policy."""
     chunk_tokens: int = Field(default=1024, ge=1)
     """Tokens of one engine request; at its end the rollout may give way to another, or move to another engine."""
-    critical: float = Field(default=0.9, gt=0)
-    """A rollout goes first when this share of the time that is left is expected to remain of it."""
+    critical: float = Field(default=0.4, gt=0)
+    """A rollout goes first when this share of the time that is left may remain of it: does, for one in twenty like it."""
     fill: float = Field(default=0.75, gt=0, le=1)
     """Share of the KV caches that is taken to be full on average, to reckon the time that is left."""
 

@@ -127,3 +127,30 @@ def test_it_goes_on_from_a_snapshot() -> None:
     again = EnvLengths()
     again.restore(env.snapshot())
     assert again.predict() == env.predict()
+
+
+def test_what_few_pass_is_what_few_pass() -> None:
+    lengths = draw(5, 20_000, 1).ravel()
+    prediction = Prediction(6.5, math.sqrt(0.9), runaway=0.02, limit=float(lengths.max()), is_limited=False)
+    for have in (0.0, 300.0, 2000.0):
+        longer = lengths[lengths > have]
+        for share in (0.5, 0.05):
+            passed = prediction.passed_by(share, have)
+            assert passed > have
+            assert float((longer > passed).mean()) == pytest.approx(share, rel=0.2)
+
+
+def test_the_longest_seen_is_no_limit_until_something_was_cut_there() -> None:
+    # All began together: what still runs is longer than all that has ended, and has hardly begun.
+    env = EnvLengths()
+    for group in range(60):
+        env.end(group, 0, 100 + 10 * group, is_runaway=False)
+    env.fit()
+    assert env.predict().expected(1000) > 1000
+    assert env.predict().passed_by(0.05, 1000) > env.predict().expected(1000)
+    env.end(99, 0, 4000, is_runaway=True)
+    env.fit()
+    # A runaway was seen: what is that much longer than the others is one, most likely, and goes to its limit.
+    assert env.predict().passed_by(0.05, 2500) == 4000
+    assert env.predict().expected(2500) == pytest.approx(4000, rel=0.05)
+    assert env.predict().passed_by(0.05, 5000) == 5000

@@ -90,9 +90,12 @@ class Compared(Ordered):
             ranked = ranked[:1]
         else:
             critical = [each for each in ranked if each[0][0] == 0.0]
-            others = [each for each in ranked if each[0][0] == 1.0]
+            shortest = sorted(
+                ranked, key=lambda each: (self.keys(*each[2:], self._needs(*each[2:])[1])[0], each[1])
+            )
+            others = [each for each in shortest[:_LOOK] if each[0][0] == 1.0]
             self.passed += bool(critical)
-            ranked = critical[:_LOOK] + others[:_LOOK]
+            ranked = critical[:_LOOK] + others
         assert found == [(group, flight) for _, _, group, flight in ranked]
         self.compared += bool(ranked)
         return found

@@ -6,13 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from policies import Kind, setup_of
 
 from paceline.core.groups import OpenGroup
 from paceline.core.scheduling import Divided, KvArea, Scheduling
-from paceline.core.scheduling.peaks import Peaks
 from paceline.domain import commands as do
 from paceline.domain import events as on
 from paceline.domain.commands import Command
@@ -133,35 +130,6 @@ def test_a_long_rollout_moves_to_an_engine_that_has_become_empty() -> None:
 
 
 # ── kv_area ──
-
-
-def peak(seats: list[tuple[float, float]]) -> float:
-    """By its definition: what is held at the end of each, all that outlast it having grown as much."""
-    ends = [sum(c + rest for c, r in seats if r >= rest) for _, rest in seats]
-    return max(ends, default=0.0)
-
-
-def test_the_peak_is_what_is_held_when_it_is_most() -> None:
-    assert peak([]) == 0
-    assert peak([(10, 5)]) == 15
-    # At 5 steps both are there: 10 + 5 and 20 + 5. At 8 only the second.
-    assert peak([(10, 5), (20, 8)]) == 40
-    # The long one alone at its end: 1 + 100; both at 2: 3 + 102.
-    assert peak([(1, 100), (100, 2)]) == 105
-
-
-_seats = st.tuples(st.integers(0, 500), st.integers(1, 60))
-
-
-@given(st.lists(_seats, max_size=12), _seats)
-def test_one_more_is_weighed_as_if_it_were_there(seats: list[tuple[int, int]], more: tuple[int, int]) -> None:
-    peaks = Peaks([c for c, _ in seats], [r for _, r in seats])
-    assert peaks.now == peak(seats)
-    assert peaks.with_one_more(*more) == peak([*seats, more])
-    context, rest = more
-    assert peaks.with_one_more(context, rest) <= min(
-        peaks.with_one_more(context + 1, rest), peaks.with_one_more(context, rest + 1)
-    )
 
 
 def test_once_lengths_are_known_the_critical_go_first_and_then_the_shortest() -> None:

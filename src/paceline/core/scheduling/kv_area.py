@@ -1,10 +1,10 @@
-"""Keep the KV cache full to the end: what is critical first, else the shortest.
+"""Keep the KV cache full to the end: what may be critical first, else the shortest.
 
-A batch under memory pressure takes (area under its KV tokens) / (what the caches hold), in steps of decoding, if they are
-full all the time. Longest-first ends with short rollouts that cannot fill them, shortest-first with a long one. So a
-rollout is *critical* when what is expected to remain of it is nearly as long as everything together will take; those go
-first, and what they leave is filled with the shortest. Lengths are learnt (`lengths`), and an engine takes a rollout
-only if the peak of what it will hold, by what is expected of each, stays within its cache.
+A batch under memory pressure takes (steps · a step by itself) + (area under its KV tokens · reading one), and the steps are
+fewest, (area) / (what the caches hold), if the caches are full all the time. Longest-first ends with short rollouts that
+cannot fill them, shortest-first with a few long ones. So a rollout is *critical* when what may remain of it is a good part of
+what everything together will take; those go first, and what they leave is filled with the shortest. Lengths are learnt
+(`lengths`). The lower bound is of `sim/bound.py`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from collections.abc import Iterable
 from math import inf
 from typing import Any, ClassVar, Final
 
-from paceline.core.fleet import EngineState
 from paceline.core.flights import Flight
 from paceline.core.groups import OpenGroup
 from paceline.core.scheduling.lengths import Lengths
 from paceline.core.scheduling.line import Name, Rank
 from paceline.core.scheduling.ordered import Ordered, Seat
-from paceline.core.scheduling.peaks import Peaks
-from paceline.domain.ids import EngineId, EnvName, RolloutId
+from paceline.domain.ids import EngineId, EnvName
 from paceline.domain.rollout import Rollout
+
+_FEW: Final = 0.05
+"""Share of rollouts that pass what may remain of one. The last of a batch is seldom one of which much was expected, but one of
+many of which less was: by the mean, those gave way to shorter ones until it was too late."""
 
 _LOOK: Final = 4
 """How many of the critical ones, and of the others, are tried before a permit stays free: what comes behind them in line
@@ -29,11 +31,12 @@ is not much smaller."""
 
 
 class KvArea(Ordered):
-    """`critical`: share of the time left that must remain of a rollout for it to go first. `fill`: share of the caches that
+    """`critical`: share of the time left that must perhaps remain of a rollout for it to go first. `fill`: share of the caches that
     is taken to be full on average."""
 
     has_rounds = True
     orders: ClassVar[int] = 2
+    ahead: ClassVar[float] = 0.5
 
     def __init__(self, chunk_tokens: int, move_gap: float, critical: float, fill: float) -> None:
         super().__init__(chunk_tokens, move_gap)
@@ -50,9 +53,6 @@ class KvArea(Ordered):
         """Sum of the second, and of what runs."""
         self._versions: dict[EnvName, int] = {}
         """Fit of each environment that its places in line go by."""
-        self._seats_on: dict[EngineId, dict[RolloutId, Seat]] = {}
-        self._peaks: dict[EngineId, Peaks] = {}
-        """Of engines whose seats have not changed since."""
 
     # ── who comes first ──
 
@@ -62,26 +62,33 @@ class KvArea(Ordered):
             return 0.0
         return max(0.0, lengths.predict(group.id).expected(have) - have)
 
+    def farthest(self, group: OpenGroup, have: int) -> float:
+        """What may remain of a member that has sampled `have`: few sample more tokens yet."""
+        lengths = self.lengths.of(group.task.env)
+        if not lengths.knows:
+            return 0.0
+        return lengths.predict(group.id).passed_by(_FEW, have) - have
+
     def rank(self, group: OpenGroup, flight: Flight | None) -> Rank:
-        _, remaining = self._needs(group, flight)
-        return (0.0, -remaining) if remaining >= self._least else (1.0, remaining)
+        farthest = self.farthest(group, 0 if flight is None else flight.sampled)
+        return (0.0, -farthest) if farthest >= self._least else (1.0, self._needs(group, flight)[1])
 
     def keys(self, group: OpenGroup, flight: Flight | None, remaining: float) -> tuple[Rank, ...]:
-        return (remaining, 0.0), (-remaining, 0.0)
+        farthest = self.farthest(group, 0 if flight is None else flight.sampled)
+        return (remaining, -farthest), (-farthest, 0.0)
 
     def candidates(self) -> Iterable[tuple[OpenGroup, Flight | None]]:
         """The first few of those that are critical, the longest first; then of the others, the shortest first."""
         shortest, longest = self._firsts(0, _LOOK), self._firsts(1, _LOOK)
         self.steps_left = self._time_left()
         least = self._least
-        for (remaining, _), name in longest:
-            if -remaining < least:
+        for (farthest, _), name in longest:
+            if -farthest < least:
                 break
             yield self._named(name)
-        for (remaining, _), name in shortest:
-            if remaining >= least:
-                break
-            yield self._named(name)
+        for (_, farthest), name in shortest:
+            if -farthest < least:
+                yield self._named(name)
 
     @property
     def _least(self) -> float:
@@ -116,31 +123,17 @@ class KvArea(Ordered):
         self._to_come += tokens - before
         self._area += area - area_before
 
-    # ── what fits ──
-
-    def fits(self, engine: EngineState, context: int, remaining: float) -> bool:
-        if engine.kv_tokens is None or not engine.active:
-            return True
-        peaks = self._peaks.get(engine.id)
-        if peaks is None:
-            seats = self._seats_on.get(engine.id, {}).values()
-            peaks = Peaks([seat.context for seat in seats], [seat.remaining for seat in seats])
-            self._peaks[engine.id] = peaks
-        return peaks.with_one_more(context, max(remaining, 1.0)) <= engine.kv_tokens
+    # ── what runs ──
 
     def _sit(self, flight: Flight, engine: EngineId, context: int, remaining: float) -> Seat:
         seat = super()._sit(flight, engine, context, remaining)
         self._area += remaining * (context + remaining / 2)
-        self._seats_on.setdefault(engine, {})[flight.id] = seat
-        self._peaks.pop(engine, None)
         return seat
 
     def _rise(self, flight: Flight) -> Seat | None:
         seat = super()._rise(flight)
         if seat is not None:
             self._area -= seat.remaining * (seat.context + seat.remaining / 2)
-            del self._seats_on[seat.engine][flight.id]
-            self._peaks.pop(seat.engine, None)
         return seat
 
     # ── what is learnt ──

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from statistics import NormalDist
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -43,6 +44,8 @@ ENOUGH: Final = 24
 _LEAST: Final = 1e-3
 """Variance below which none is estimated: rollouts of one length are still two a little apart."""
 
+_STANDARD: Final = NormalDist()
+
 _PRIOR: Final = (0.5, 19.5)
 """Beta prior of the share of runaways: one in forty, known as if from twenty rollouts."""
 
@@ -57,7 +60,9 @@ class Prediction(NamedTuple):
     runaway: float
     """Share that goes to its limit."""
     limit: float
-    """Tokens of a runaway."""
+    """Tokens of a runaway: the longest seen."""
+    is_limited: bool = True
+    """Whether a runaway was seen. Until then the longest seen is no limit: what runs goes beyond it all the time."""
 
     def beyond(self, tokens: float) -> float:
         """P(length > tokens)."""
@@ -68,7 +73,7 @@ class Prediction(NamedTuple):
         return self.runaway * stays + (1 - self.runaway) * normal
 
     def expected(self, have: float = 0.0) -> float:
-        """E[length | length > have], in tokens, at most the limit."""
+        """E[length | length > have], in tokens, at most the limit, if there is one."""
         mean, sd = self.mean, self.deviation
         low = math.log(max(have, 0.5))
         tail = upper_tail((low - mean) / sd)
@@ -78,9 +83,30 @@ class Prediction(NamedTuple):
             )  # far out the hazard is (log - mean) / variance
         else:
             normal = math.exp(mean + sd * sd / 2) * upper_tail((low - mean - sd * sd) / sd) / tail
+        if not self.is_limited:
+            return max(normal, have)
         normal = min(max(normal, have), max(self.limit, have))
-        weight = self.runaway / max(self.runaway + (1 - self.runaway) * tail, 1e-300)
+        weight = self._runs_away(tail)
         return weight * max(self.limit, have) + (1 - weight) * normal
+
+    def _runs_away(self, tail: float) -> float:
+        """P(runaway | longer than what `tail` of the others pass)."""
+        return self.runaway / max(self.runaway + (1 - self.runaway) * tail, 1e-300)
+
+    def passed_by(self, share: float, have: float = 0.0) -> float:
+        """Tokens that `share` of the rollouts pass which are longer than `have`; at most the limit, if there is one."""
+        mean, sd = self.mean, self.deviation
+        tail = upper_tail((math.log(max(have, 0.5)) - mean) / sd)
+        if self.is_limited:
+            weight = self._runs_away(tail)
+            if weight >= share:
+                return max(self.limit, have)
+            share = (share - weight) / (1 - weight)
+        far = tail * share
+        if far < 1e-12:
+            return max(self.limit, have) if self.is_limited else self.expected(have)
+        passed = max(have, math.exp(mean - sd * _STANDARD.inv_cdf(far)))
+        return min(passed, max(self.limit, have)) if self.is_limited else passed
 
     def quantile(self, share: float) -> float:
         """Tokens that `share` of the rollouts do not pass."""
@@ -156,7 +182,7 @@ class EnvLengths:
         """Groups that are not forgotten."""
         self._since = 0
         self._refit = REFIT
-        self._runaway, self._limit = self.runaway, self.limit
+        self._runaway, self._limit, self._limited = self.runaway, self.limit, False
         """As they were at the last fit."""
         self._known: dict[GroupId, tuple[int, int, float, float]] = {}
 
@@ -241,7 +267,9 @@ class EnvLengths:
         return self._prediction(known[2], known[3])
 
     def _prediction(self, effect: float, variance: float) -> Prediction:
-        return Prediction(self.mean + effect, math.sqrt(self.within + variance), self._runaway, self._limit)
+        return Prediction(
+            self.mean + effect, math.sqrt(self.within + variance), self._runaway, self._limit, self._limited
+        )
 
     def _posterior(self, of: _Group, guess: float) -> tuple[float, float]:
         """Mode and variance of the group's effect: Newton's method on a concave log-density (Laplace), from a guess."""
@@ -271,7 +299,7 @@ class EnvLengths:
         """A few rounds of expectation and maximisation over the groups that are remembered."""
         self._since = 0
         self.version += 1
-        self._runaway, self._limit = self.runaway, self.limit
+        self._runaway, self._limit, self._limited = self.runaway, self.limit, self.runaways > 0
         groups = [g for g in self._groups.values() if g.ended or g.running]
         exact = sum(len(g.ended) for g in groups)
         if exact < 2:
@@ -360,7 +388,7 @@ class EnvLengths:
         self.mean, self.between, self.within = state["mean"], state["between"], state["within"]
         self.limit, self.ended, self.runaways = state["limit"], int(state["ended"]), int(state["runaways"])
         self.version = int(state["version"])
-        self._runaway, self._limit = self.runaway, self.limit
+        self._runaway, self._limit, self._limited = self.runaway, self.limit, self.runaways > 0
 
 
 class Lengths:

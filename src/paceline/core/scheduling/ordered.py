@@ -49,10 +49,14 @@ class Ordered(Scheduling, ABC):
     hears_endings = True
     orders: ClassVar[int] = 1
     """How many orders there are."""
+    ahead: ClassVar[float] = 1.0
+    """Share of a request's tokens for which an engine must have room. By half of them they are there on average, since
+    requests begin one by one: what is too much then gives way at the end of its own."""
 
     def __init__(self, chunk_tokens: int, move_gap: float) -> None:
         """`move_gap`: share of a KV cache by which another engine must be emptier for a rollout to move there."""
         self._chunk = chunk_tokens
+        self._room = round(self.ahead * chunk_tokens)
         self._gap = move_gap
         self._open: dict[GroupId, OpenGroup] = {}
         self._standing: dict[RolloutId, Flight] = {}
@@ -62,6 +66,8 @@ class Ordered(Scheduling, ABC):
         self._lines = [Lines() for _ in range(self.orders)]
         self.stale: dict[GroupId, None] = {}
         """Groups of which something has changed that their places in line go by."""
+        self._expected: dict[Name, float] = {}
+        """Of each in line: tokens that it is expected to sample yet."""
         self._seats: dict[RolloutId, Seat] = {}
         self._reserved: dict[EngineId, int] = {}
         """Tokens of the seats of each engine."""
@@ -89,7 +95,7 @@ class Ordered(Scheduling, ABC):
         what takes less does not."""
         if engine.kv_tokens is None or not engine.active:
             return True
-        return self._reserved.get(engine.id, 0) + context + self._chunk <= engine.kv_tokens
+        return self._reserved.get(engine.id, 0) + context + self._room <= engine.kv_tokens
 
     # ── who waits ──
 
@@ -108,11 +114,13 @@ class Ordered(Scheduling, ABC):
             among = (group.id, group.launched, 0)
         else:
             name, env, among = flight.id, None, flight.id
+        self._expected[name] = remaining
         for lines, rank in zip(self._lines, self.keys(group, flight, remaining), strict=True):
             lines.of(env).put(name, (rank, among))
 
     def leave(self, name: Name, env: EnvName | None) -> None:
         """It does not wait any more, if it did."""
+        self._expected.pop(name, None)
         for lines in self._lines:
             lines.of(env).drop(name)
 
@@ -152,9 +160,10 @@ class Ordered(Scheduling, ABC):
 
     def _needs(self, group: OpenGroup, flight: Flight | None) -> tuple[int, float]:
         """Context it would begin with, and tokens it is expected to sample yet."""
-        if flight is None:
-            return self.first_context, self.remaining(group, 0)
-        return flight.context, self.remaining(group, flight.sampled)
+        name: Name = group.id if flight is None else flight.id
+        context, have = (self.first_context, 0) if flight is None else (flight.context, flight.sampled)
+        expected = None if group.id in self.stale else self._expected.get(name)
+        return context, self.remaining(group, have) if expected is None else expected
 
     # ── seats ──
 
@@ -208,7 +217,7 @@ class Ordered(Scheduling, ABC):
 
     def _sit(self, flight: Flight, engine: EngineId, context: int, remaining: float) -> Seat:
         self._rise(flight)
-        seat = self._seats[flight.id] = Seat(engine, context + self._chunk, context, remaining)
+        seat = self._seats[flight.id] = Seat(engine, context + self._room, context, remaining)
         self._reserved[engine] = self._reserved.get(engine, 0) + seat.tokens
         return seat
 
