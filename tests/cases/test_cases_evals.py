@@ -8,12 +8,29 @@ from paceline.config import EvalSection
 from paceline.core.evaluation import EvalPlan
 from paceline.domain import commands as do
 from paceline.domain.ids import RolloutId
+from paceline.domain.rollout import Outcome
 from paceline.domain.task import TaskRef
 from paceline.testing import Invariants, Plan, Script, World, alternating, setup_for
 
 
 def held(**more: object) -> EvalSection:
     return EvalSection.model_validate({"id": "held", **more})
+
+
+def test_s06_an_eval_waits_for_completions_not_for_successes() -> None:
+    setup = setup_for(max_steps=1, evals=[held(examples=4, every=100)])
+
+    def plan(rollout: RolloutId, task: TaskRef) -> Plan:
+        if task.split == "eval" and task.index == 2:
+            return Plan(((0.0, 1.0),), outcome=Outcome("failed", "data", "rejected"))
+        return Plan(((0.0, 1.0),), reward=float(rollout.member))
+
+    trace = World(setup, Script(plan=plan), cap=8, watch=Invariants()).run()
+    report = trace.evals[0]
+    assert (report.rollouts, report.scored) == (4, 3)
+    assert report.by_ending == {"completed": 3, "failed": 1}
+    assert trace.finish is not None
+    assert trace.finish.status == "done"
 
 
 def test_s80_evals_due_at_the_end_are_finished_although_training_has_stopped() -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from vllm_kit import (
@@ -40,6 +41,35 @@ async def test_the_probe_sees_what_the_server_can_do(engine: HttpEngine) -> None
     assert (facts.has_metrics, facts.can_pause) == (True, True)
     assert (engine.info.max_model_len, engine.info.kv_tokens) == (512, 16384)
     assert engine.version == 0
+
+
+async def test_a_streamed_reply_is_the_one_that_comes_whole_and_is_told_while_it_is_sampled(
+    engine: HttpEngine,
+) -> None:
+    told: list[list[int]] = []
+    whole = await engine.generate(request(40, salt="whole"))
+    asked = msgspec.structs.replace(request(40, salt="streamed"), tell=lambda ids: told.append(list(ids)))
+    streamed = await engine.generate(asked)
+    assert streamed.token_ids.tolist() == whole.token_ids.tolist() == [id_ for ids in told for id_ in ids]
+    assert len(told) > 4
+    assert_same(streamed.logprobs, whole.logprobs)
+    assert (streamed.finish, streamed.versions) == (whole.finish, whole.versions)
+
+
+@pytest.mark.usefixtures("endless")
+async def test_what_a_stream_has_told_is_kept_when_it_is_aborted(
+    engine: HttpEngine, references: list[Reference]
+) -> None:
+    told: list[int] = []
+    asked = msgspec.structs.replace(request(400), tell=told.extend)
+    running = asyncio.ensure_future(engine.generate(asked))
+    await generating(engine)
+    await engine.abort(asked.request_id)
+    reply = await running
+    assert reply.finish == "abort"
+    assert 0 < len(reply.token_ids) < 400
+    assert reply.token_ids[: len(told)].tolist() == told
+    assert_same(reply.logprobs, references[0].logprobs(PROMPT, reply.token_ids))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 1.7])
