@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import inf
 from random import Random
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -172,6 +173,21 @@ def test_one_that_does_not_fit_holds_up_those_behind_it() -> None:
         engine.submit(Call(name, prompt, 50), 0.0)
     assert next(call.key for call in drive(engine)) == "big"
     assert engine.totals.preemptions == 0
+
+
+def test_one_whose_first_chunk_fits_may_enter_and_is_preempted_by_the_rest() -> None:
+    def run(enters_by_chunk: bool) -> EngineModel:
+        engine = EngineModel(msgspec.structs.replace(PLAIN, kv_tokens=2000, enters_by_chunk=enters_by_chunk))
+        engine.submit(Call("runs", 800, 300), 0.0)
+        engine.submit(Call("long", 1500, 10), 0.0)
+        assert [call.sampled for call in drive(engine)] == [300, 10]
+        return engine
+
+    whole, chunk = run(enters_by_chunk=False).totals, run(enters_by_chunk=True).totals
+    assert (whole.preemptions, whole.recomputed) == (0, 0)
+    assert chunk.preemptions > 0
+    # What it had computed was still in the cache, so that it came a chunk further each time, and then waited as well.
+    assert chunk.prefilled <= whole.prefilled + PLAIN.block * chunk.preemptions
 
 
 def test_an_abort_keeps_its_tokens_and_its_blocks_stay_cached() -> None:

@@ -49,6 +49,9 @@ class EnginesSection(Section):
     """Requests that run together."""
     max_batched_tokens: int = Field(default=8192, ge=16)
     """Tokens of one step."""
+    enters_by_chunk: bool = False
+    """Whether a request enters when the blocks of its first chunk are free, as in vLLM before March 2026, rather than those of
+    its whole context; it is preempted again when the rest find none."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest context; none: whatever the workload needs."""
     kv_tokens: int | None = Field(default=None, ge=64)
@@ -224,7 +227,10 @@ class StudyConfig(Section):
                 "or a shorter cap"
             )
         return msgspec.structs.replace(
-            speed, max_num_seqs=section.max_num_seqs, max_batched_tokens=section.max_batched_tokens
+            speed,
+            max_num_seqs=section.max_num_seqs,
+            max_batched_tokens=section.max_batched_tokens,
+            enters_by_chunk=section.enters_by_chunk,
         )
 
     def _recorded(self, longest: int, recorded: RecordedEngines) -> Speed:

@@ -377,12 +377,12 @@ class EngineModel:
             chain = call.chain
             needed = own + cache.missing(chain) if chain else own
             if running and held + needed > capacity:
-                return
+                if not speed.enters_by_chunk or held >= capacity:
+                    return
+                if held + -(-(self._found(call, context) + budget) // block) > capacity:
+                    return
             waiting.popleft()
-            found = cache.hits(chain, call.own) * block
-            if call.restored > found:
-                found = call.restored
-            found = min(found, (context - 1) // block * block)
+            found = self._found(call, context)
             totals = self.totals
             totals.events += 1
             totals.queries += context
@@ -405,6 +405,12 @@ class EngineModel:
             tokens = min(call.missing, budget)
             self._chunks.append((call, tokens))
             budget -= tokens
+
+    def _found(self, call: Call, context: int) -> int:
+        """Tokens of its context that need no prefill."""
+        block = self.speed.block
+        found = max(self._cache.hits(call.chain, call.own) * block, call.restored)
+        return min(found, (context - 1) // block * block)
 
     def _plan_prefill(self, now: float) -> None:
         speed, batch = self.speed, self._batch

@@ -51,6 +51,9 @@ class Speed(msgspec.Struct, frozen=True):
     """Requests that run together."""
     max_batched_tokens: int = 8192
     """Tokens of one step: one for each decoding request, the rest for prefill."""
+    enters_by_chunk: bool = False
+    """Whether a request enters when the blocks of its first chunk are free, and is preempted again when the rest find none, as
+    in vLLM before its pull request 37307 (March 2026); else when those of its whole context are."""
     block: int = 16
     """Tokens of a KV block."""
     weights_s: float = 5.3e-3
