@@ -12,6 +12,7 @@ import psutil
 import pytest
 from e2e_kit import CommandLine, acknowledged, gone, numbers, records
 
+from paceline.cli.main import main
 from paceline.domain import events as on
 from paceline.domain.commands import FinishRun, ReportEval, ShipBatch
 
@@ -285,3 +286,20 @@ def test_one_run_directory_is_run_by_one_process(tmp_path: Path) -> None:
     assert "is being run by another process" in other.said
     run.interrupt(signal.SIGTERM)
     assert run.end(within_s=10) == 0
+
+
+def test_each_life_is_decided_again_with_its_own_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = CommandLine(tmp_path, run__max_steps=2, env__0__id="e2e_envs:Words", **ON_POLICY)
+    assert first.end(within_s=120) == 0, first.said
+    changed = {"admission__cap": 12, "env__0__group_size": 8, "batch__rollouts": 24}
+    again = resume(tmp_path, run__max_steps=4, env__0__id="e2e_envs:Words", **ON_POLICY, **changed)
+    assert again.end(within_s=120) == 0, again.said
+    assert [r.event.config for r in records(again.run_dir) if isinstance(r.event, on.RunOpened)] == [1, 2]
+    assert main(["replay", str(again.run_dir)]) == 0
+    assert "of 2 lives, no divergence" in capsys.readouterr().out
+    (
+        again.run_dir / "configs" / "000001.toml"
+    ).unlink()  # then the first life is taken for one of the last config
+    assert main(["replay", str(again.run_dir)]) == 1

@@ -110,12 +110,13 @@ class Assembly:
         *,
         status: StatusFile,
         earlier: Earlier | None = None,
+        config_number: int = 0,
         lock_fd: int | None = None,
         may_exit: bool = False,
     ) -> None:
         """`status` gets the run's end before the children are closed: the trainer ends, and saves, by it.
 
-        `earlier` says what the journal already holds. `lock_fd` is what the children hold open as long as they live.
+        `earlier` says what the journal already holds, `config_number` by which number the run directory keeps `config`. `lock_fd` is what the children hold open as long as they live.
         `may_exit`: this process is the run's own, and is ended when the run does not stop in time; else stopping
         takes as long as the slowest part.
         """
@@ -127,6 +128,7 @@ class Assembly:
         self.model_dir = resolve_model_dir(config.model.name)
         self.children: list[ChildProcess] = []
         self._earlier = earlier or Earlier()
+        self._config_number = config_number
         self._inherit = () if lock_fd is None else (lock_fd,)
         self.stopping = Stopping(
             config.run.drain_s,
@@ -350,6 +352,7 @@ class Assembly:
             weights="" if goes_on is None else str(self._weights_now()),
             continues=tuple(left.goes_on),
             forgives=() if goes_on is None else goes_on.forgives,
+            config=self._config_number,
         )
         driver.when_failing(self._failing)
         self._driver = driver

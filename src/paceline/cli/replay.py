@@ -16,7 +16,7 @@ import msgspec
 from paceline.core.rebuild import Extras
 from paceline.core.replay import Divergence, Report, replay
 from paceline.domain.commands import Command
-from paceline.domain.events import Event
+from paceline.domain.events import Event, RunOpened
 from paceline.domain.ids import RolloutId
 from paceline.domain.rollout import Rollout
 from paceline.errors import ConfigError, WireError, printable
@@ -36,10 +36,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    config = config_of(args.run)
-    make = asyncio.run(core_maker(config))
-    sizes = {env.label: env.group_size for env in config.env}
-    report = replay(RecordedRun(args.run), lambda _: make(), line_of, sizes)
+    from paceline.cli.rundir import config_file
+
+    makers: dict[Path, Callable[[], Core]] = {}
+
+    def make(opened: RunOpened) -> Core:
+        path = config_file(args.run, opened.config)
+        if path not in makers:
+            makers[path] = asyncio.run(core_maker(config_at(path)))
+        return makers[path]()
+
+    sizes = {env.label: env.group_size for env in config_at(config_file(args.run, 0)).env}
+    report = replay(RecordedRun(args.run), make, line_of, sizes)
     print(json.dumps(as_json(report)) if args.json else told(report))
     if not report.records:
         raise ConfigError(f"{args.run}: no record could be decided again")
@@ -78,15 +86,13 @@ class RecordedRun:
         return None
 
 
-def config_of(run_dir: Path) -> RunConfig:
-    """The config that the run was started, or last resumed, with. ConfigError when it is gone."""
-    from paceline.cli.rundir import CONFIG_FILE
+def config_at(path: Path) -> RunConfig:
+    """A config that the run directory keeps. ConfigError when it is gone."""
     from paceline.config import RunConfig
     from paceline.config.load import load
 
-    path = run_dir / CONFIG_FILE
     if not path.is_file():
-        raise ConfigError(f"{run_dir}: there is no {CONFIG_FILE}: replay builds the core from it")
+        raise ConfigError(f"{path} is not there: replay builds the core from it")
     # `module:Class` in a config means a module that lies where the command is given.
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))

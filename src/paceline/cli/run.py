@@ -175,12 +175,21 @@ def start(
                 trained=goes_on.trained if goes_on else None,
                 steps=config.run.max_steps,
             )
-            keep_config(run_dir, dump(config, loaded.provenance))
+            number = keep_config(run_dir, dump(config, loaded.provenance))
         except OSError as error:
             raise ConfigError(
                 f"{run_dir} cannot be written: {error}; mend that, or choose another with --run.dir"
             ) from error
-        return execute(config, run_dir, run_id, goes_on, plain=plain, lock_fd=lock.fd, may_exit=may_exit)
+        return execute(
+            config,
+            run_dir,
+            run_id,
+            goes_on,
+            config_number=number,
+            plain=plain,
+            lock_fd=lock.fd,
+            may_exit=may_exit,
+        )
 
 
 def _finished(run_dir: Path, config: RunConfig) -> Outcome | None:
@@ -211,11 +220,12 @@ def execute(
     run_id: str,
     goes_on: Resumption | None = None,
     *,
+    config_number: int = 0,
     plain: bool = False,
     lock_fd: int | None = None,
     may_exit: bool = False,
 ) -> Outcome:
-    """Run in an opened run directory. Errors are told and become the status."""
+    """Run in an opened run directory, which keeps `config` by that number. Errors are told and become the status."""
     from paceline.cli.assemble import Assembly
     from paceline.cli.disk import disk_use
     from paceline.cli.status import INTERRUPTED, StatusFile
@@ -246,6 +256,7 @@ def execute(
             goes_on,
             status=status,
             earlier=earlier,
+            config_number=config_number,
             lock_fd=lock_fd,
             may_exit=may_exit,
         )

@@ -136,16 +136,24 @@ def latest_run_dir(config: RunConfig) -> Path:
     return max(found)[1]
 
 
-def keep_config(run_dir: Path, text: str) -> None:
-    """Write the config of the life that begins: as `config.toml`, and beside those of the lives before, by number."""
+def config_file(run_dir: Path, number: int) -> Path:
+    """The config of a life by its number (`RunOpened.config`); 0, and one that is gone: that of the last life."""
+    kept = run_dir / CONFIGS / f"{number:06d}.toml"
+    return kept if number and kept.is_file() else run_dir / CONFIG_FILE
+
+
+def keep_config(run_dir: Path, text: str) -> int:
+    """Write the config of the life that begins: as `config.toml`, and beside those of the lives before; its number."""
     folder = run_dir / CONFIGS
     folder.mkdir(exist_ok=True)
     lives = [int(path.stem) for path in folder.glob("*.toml") if path.stem.isdigit()]
     if not lives and (before := run_dir / CONFIG_FILE).is_file():  # a run that an earlier release began
         (folder / "000001.toml").write_bytes(before.read_bytes())
         lives = [1]
-    (folder / f"{max(lives, default=0) + 1:06d}.toml").write_text(text, encoding="utf-8")
+    number = max(lives, default=0) + 1
+    (folder / f"{number:06d}.toml").write_text(text, encoding="utf-8")
     (run_dir / CONFIG_FILE).write_text(text, encoding="utf-8")
+    return number
 
 
 def mend_status(run_dir: Path) -> list[str]:

@@ -103,13 +103,13 @@ class Report(NamedTuple):
 
 def replay(
     recording: Recording,
-    make: Callable[[int], Core],
+    make: Callable[[on.RunOpened], Core],
     written: Callable[[Event | Command], Any],
     group_sizes: Mapping[str, int] | None = None,
 ) -> Report:
     """Decide again, up to the first divergence.
 
-    `make` gives a new core, for a life that begins with that record. `written` gives the form in which commands are
+    `make` gives a new core, for a life that begins so. `written` gives the form in which commands are
     compared. `group_sizes` is for journals that do not say how large a group is.
     """
     return _Replay(recording, make, written, group_sizes or {}).run()
@@ -119,7 +119,7 @@ class _Replay:
     def __init__(
         self,
         recording: Recording,
-        make: Callable[[int], Core],
+        make: Callable[[on.RunOpened], Core],
         written: Callable[[Event | Command], Any],
         group_sizes: Mapping[str, int],
     ) -> None:
@@ -171,7 +171,7 @@ class _Replay:
     # ── the beginning of a life ──
 
     def _begin(self, seq: int, event: on.RunOpened) -> Core:
-        core = self._make(seq)
+        core = self._make(event)
         if event.resumed_from is not None:
             if event.trained is None:
                 raise _NotCovered("the journal does not say from which step its trainer went on")

@@ -36,6 +36,8 @@ class RunOpened(msgspec.Struct, frozen=True, gc=False, tag=True):
     """Attempts of the earlier life that go on with the tokens they have, in the order of their start."""
     forgives: tuple[EnvName, ...] = ()
     """Environments whose tasks are drawn again from here on that were in quarantine."""
+    config: int = 0
+    """Number of this life's config among those that the run directory keeps; 0 where it was not said."""
 
 
 class EngineJoined(msgspec.Struct, frozen=True, gc=False, tag=True):
