@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from policies import Kind, setup_of
@@ -12,11 +13,12 @@ from policies import Kind, setup_of
 from paceline.core.advantages import builtin
 from paceline.core.scheduling import Partial, Scheduling, TailRounds, UnbiasedTail
 from paceline.core.staleness import staleness
-from paceline.core.streams import uniform
+from paceline.core.streams import key, uniform
 from paceline.domain import commands as do
 from paceline.domain.commands import Command
 from paceline.domain.events import Event
 from paceline.domain.ids import RolloutId
+from paceline.domain.rollout import Outcome
 from paceline.domain.task import TaskRef
 from paceline.observe.run import RunFolds
 from paceline.testing import Invariants, Plan, Script, World, train_env
@@ -235,6 +237,50 @@ def test_a_round_starts_what_will_be_put_off_on_top_so_that_one_wave_fills_the_b
     # A few more than a batch then train, not many.
     sizes = [len(b.rollouts) for b in world.trace.batches]
     assert sum(sizes) / len(sizes) < 1.35 * 24
+
+
+@pytest.mark.parametrize("how", ["pinned", "resume"])
+@pytest.mark.parametrize("by_tokens", [False, True])
+@pytest.mark.parametrize(("failures", "attempts"), [(0.0, 1), (0.2, 1), (0.2, 3)])
+def test_a_finite_source_is_used_up_whatever_fails_and_however_batches_are_sized(
+    how: Literal["pinned", "resume"], by_tokens: bool, failures: float, attempts: int
+) -> None:
+    for seed in range(8):
+
+        def plan(rollout: RolloutId, task: TaskRef, seed: int = seed) -> Plan:
+            chance = partial(uniform, key(seed, *rollout))
+            tokens = int(1 + 30 * chance(0) ** 3)
+            if chance(1) < failures:
+                return Plan(((0.0, float(tokens)),), tokens, outcome=Outcome("failed", "infrastructure", "x"))
+            # A fifth of the groups has no signal, more of the small ones.
+            return Plan(((0.0, float(tokens)),), tokens, reward=max(0.0, chance(2) - 0.4))
+
+        setup = setup_of(
+            Kind(lambda: UnbiasedTail(None, how), max_staleness=0 if how == "pinned" else 64),
+            envs=(
+                train_env("a", tasks=20 + seed, epochs=1, group_size=1 + seed % 4, max_attempts=attempts),
+                train_env("b", tasks=9, epochs=1, group_size=3, max_attempts=attempts),
+            ),
+            batch=4 + seed,
+            batch_tokens=40 + 20 * seed if by_tokens else None,
+            max_steps=10**6,
+            seq_len=512,
+            seed=seed,
+            dead_group_limit=10**9,
+        )
+        policy = UnbiasedTail((3, 9, None)[seed % 3], how)
+        rloo = builtin("rloo", {})
+        world = World(
+            setup,
+            Script(plan=plan),
+            cap=(4, 64)[seed % 2],
+            scheduling=policy,
+            watch=Invariants(),
+            algorithm=rloo,
+        )
+        trace = world.run(events=100_000)
+        assert trace.finish is not None, f"seed {seed} stands still"
+        assert trace.finish.status == "done"
 
 
 def test_the_round_of_the_late_is_for_all_of_them() -> None:

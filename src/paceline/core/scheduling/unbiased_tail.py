@@ -86,10 +86,13 @@ class UnbiasedTail(Rounds):
     def places(self) -> int:
         if not self.is_open:
             return 0
-        if self.is_late:
+        taken = self.desk.pacing.taken
+        if not self.is_late:
+            return self._limit - self._gone - taken
+        if self.desk.kept:
             # All of them come back, so that the batches since the last such round are, together, as if nothing was cut.
-            return sum([kept.size for kept in self.desk.kept.values()]) or self.batch - self.desk.pacing.taken
-        return self._limit - self._gone - self.desk.pacing.taken
+            return sum([kept.size for kept in self.desk.kept.values()])
+        return self.batch - taken
 
     def open_round(self) -> None:
         desk = self.desk
@@ -112,19 +115,22 @@ class UnbiasedTail(Rounds):
 
     def advance(self) -> None:
         super().advance()
-        if not self.is_open or self.is_late or not self.is_quiet:
+        desk = self.desk
+        if not self.is_open or self.is_late or not self.is_quiet or desk.list.ready():
             return
-        desk, waiting = self.desk, self._waiting
-        taken = desk.pacing.taken
-        if taken >= self.batch or (self.places() > 0 and not desk.out_of_tasks):
+        if self.places() > 0 and not desk.out_of_tasks:
             return
-        # Everything has stopped, and the batch is not full.
-        if (desk.out_of_tasks and waiting) or (waiting >= self.batch and 2 * taken < self.batch):
-            self._begin_late()  # nothing fresh is left, or most of what is fresh is put off
+        # Everything has stopped, and the batch is not full. Late ones fill it if nothing fresh is left, if most of what is
+        # fresh is put off, or if the places of a batch that is sized in tokens were too few of them.
+        taken, waiting = desk.pacing.taken, self._waiting
+        most_are_late = waiting >= self.batch and 2 * taken < self.batch
+        if waiting and (desk.out_of_tasks or taken >= self.batch or most_are_late):
+            self._begin_late()
         else:
-            self._limit = self._gone + taken + self._to_start(self.batch - taken)
+            self._limit = self._gone + taken + self._to_start(max(1, self.batch - taken))
 
     def _begin_late(self) -> None:
+        """From now on nothing is cut off in this round, nor what fills it up."""
         self.is_late = True
         self._limit = self.desk.pacing.taken + self._waiting
         self._let_go_on()
@@ -191,9 +197,11 @@ class UnbiasedTail(Rounds):
         self._latest.setdefault(env, deque(maxlen=_LATEST)).append(tokens)
 
     def _cutoff_of(self, flight: Flight) -> int | None:
-        """Its cut-off; none for one that has been put off before."""
+        """Its cut-off; none in a round of the late, and for one that has been put off before, or whose failed attempt was."""
+        if self.is_late or flight.mark:
+            return None
         group = self.desk.groups.of(flight.id)
-        if group.put_off is not None or flight.mark:
+        if group.put_off is not None or group.references:
             return None
         return self.cutoffs.get(flight.task.env)
 
