@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 
@@ -17,6 +18,11 @@ def command(number: int) -> do.StartRollout:
     return do.StartRollout(RolloutId(number, 0), TaskRef("env", "train", number), 0, number, "e0", 0)
 
 
+def goes_on() -> bool:
+    """Whether the run is over: never."""
+    return False
+
+
 async def turns(starts: Starts, began: list[int], most: int = 50) -> list[int]:
     """How many have begun after each turn of the loop, until it is always the same."""
     seen = [len(began)]
@@ -28,7 +34,7 @@ async def turns(starts: Starts, began: list[int], most: int = 50) -> list[int]:
 
 async def test_so_many_begin_in_a_turn_of_the_loop_and_the_rest_in_the_next_ones_in_order() -> None:
     began: list[int] = []
-    starts = Starts(lambda c: began.append(c.rollout.group))
+    starts = Starts(lambda c: began.append(c.rollout.group), goes_on)
     starts.decide()
     count = 3 * AT_ONCE + 5
     for number in range(count):
@@ -39,7 +45,7 @@ async def test_so_many_begin_in_a_turn_of_the_loop_and_the_rest_in_the_next_ones
 
 async def test_a_decision_that_comes_meanwhile_does_not_overtake() -> None:
     began: list[int] = []
-    starts = Starts(lambda c: began.append(c.rollout.group))
+    starts = Starts(lambda c: began.append(c.rollout.group), goes_on)
     starts.decide()
     for number in range(AT_ONCE + 3):
         starts.add(command(number))
@@ -53,28 +59,62 @@ async def test_a_decision_that_comes_meanwhile_does_not_overtake() -> None:
     assert began[-1] == 1001
 
 
-async def test_one_that_is_to_be_told_something_begins_at_once_and_only_once() -> None:
-    began: list[int] = []
-    starts = Starts(lambda c: began.append(c.rollout.group))
+async def test_one_that_is_to_be_told_something_hears_it_once_it_has_begun() -> None:
+    said: list[tuple[str, int]] = []
+    starts = Starts(lambda c: said.append(("begins", c.rollout.group)), goes_on)
     starts.decide()
     for number in range(AT_ONCE + 3):
         starts.add(command(number))
-    last = AT_ONCE + 2
-    starts.hurry(RolloutId(last, 0))
-    starts.hurry(RolloutId(0, 0))
-    assert began == [*range(AT_ONCE), last]
-    await turns(starts, began)
-    assert sorted(began) == list(range(AT_ONCE + 3))
+    for number in (AT_ONCE + 1, 0):
+        starts.once_begun(RolloutId(number, 0), partial(said.append, ("hears", number)))
+    assert said[AT_ONCE:] == [("hears", 0)]
+    await turns(starts, [])
+    assert said[AT_ONCE + 1 :] == [
+        ("begins", AT_ONCE),
+        ("begins", AT_ONCE + 1),
+        ("hears", AT_ONCE + 1),
+        ("begins", AT_ONCE + 2),
+    ]
 
 
-async def test_none_begins_once_the_run_has_failed() -> None:
+async def test_none_begins_once_the_run_is_over() -> None:
     began: list[int] = []
-    starts = Starts(lambda c: began.append(c.rollout.group))
+    over = False
+    starts = Starts(lambda c: began.append(c.rollout.group), lambda: over)
     starts.decide()
     for number in range(2 * AT_ONCE):
         starts.add(command(number))
-    starts.drop()
+    over = True
+    starts.add(command(1000))
     assert await turns(starts, began) == [AT_ONCE]
+
+
+async def test_a_run_that_is_cancelled_with_hundreds_in_line_begins_none_of_them() -> None:
+    wrong: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(context))
+    began: list[int] = []
+
+    async def begin(number: int) -> None:
+        began.append(number)
+        await asyncio.sleep(3600)
+
+    async def run() -> None:
+        finish = asyncio.get_running_loop().create_future()
+        async with asyncio.TaskGroup() as tasks:
+            starts = Starts(lambda c: tasks.create_task(begin(c.rollout.group)) and None, finish.done)
+            starts.decide()
+            for number in range(5 * AT_ONCE):
+                starts.add(command(number))
+            await finish
+
+    running_task = asyncio.create_task(run())
+    await asyncio.sleep(0)
+    running_task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running_task
+    await asyncio.sleep(0.01)
+    assert not wrong
+    assert len(began) < 2 * AT_ONCE
 
 
 @pytest.mark.parametrize("stops", [False, True])

@@ -147,7 +147,7 @@ class Driver:
         self._background: list[tuple[str, Callable[[], Coroutine[Any, Any, None]]]] = []
         self._tasks = asyncio.TaskGroup()
         self._trainer = TrainerWatch(step_limit_s, self.fail, trained=core.trained)
-        self._starts = Starts(self._begin_rollout)
+        self._starts = Starts(self._begin_rollout, self._finish.done)
         self._perform: dict[type, Callable[[Any], None]] = {
             do.StartRollout: self._starts.add,
             do.ContinueRollout: self._starts.add,
@@ -256,7 +256,6 @@ class Driver:
         if not self._finish.done():
             self._failure = error
             self._finish.set_exception(error)
-            self._starts.drop()
 
     def when_failing(self, tell: Callable[[BaseException], None]) -> None:
         """Call `tell` as soon as an error, or a cancellation, ends the run: work is still being stopped then."""
@@ -351,8 +350,8 @@ class Driver:
         self._inbox.post(on.RolloutEnded(rollout))
 
     def _cancel_rollout(self, command: do.CancelRollout) -> None:
-        self._starts.hurry(command.rollout)
-        self._runner.cancel(command.rollout, command.cause)
+        rollout = command.rollout
+        self._starts.once_begun(rollout, partial(self._runner.cancel, rollout, command.cause))
 
     def _park_rollout(self, command: do.ParkRollout) -> None:
         self._runner.park(command.rollout)

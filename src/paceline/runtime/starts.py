@@ -18,13 +18,16 @@ AT_ONCE: Final = 32
 class Starts:
     """Rollouts that were started, and those of them that have not begun."""
 
-    __slots__ = ("_begin", "_begun", "_line", "_loop")
+    __slots__ = ("_after", "_begin", "_begun", "_is_over", "_line", "_loop")
 
-    def __init__(self, begin: Callable[[Launch], None]) -> None:
-        """`begin` makes the task of one. Call on a running loop."""
+    def __init__(self, begin: Callable[[Launch], None], is_over: Callable[[], bool]) -> None:
+        """`begin` makes the task of one; `is_over` says whether the run has ended, and none is to begin. Call on a running
+        loop."""
         self._begin = begin
+        self._is_over = is_over
         self._loop = asyncio.get_running_loop()
         self._line: dict[RolloutId, Launch] = {}
+        self._after: dict[RolloutId, Callable[[], None]] = {}
         self._begun = 0
 
     def decide(self) -> None:
@@ -33,6 +36,8 @@ class Starts:
 
     def add(self, command: Launch) -> None:
         """Begin it now, or in one of the next turns of the loop, in order."""
+        if self._is_over():
+            return
         if self._begun < AT_ONCE and not self._line:
             self._begun += 1
             self._begin(command)
@@ -41,19 +46,21 @@ class Starts:
             self._loop.call_soon(self._go_on)
         self._line[command.rollout] = command
 
-    def hurry(self, rollout: RolloutId) -> None:
-        """Begin it now if it has not begun: it is to be told something."""
-        command = self._line.pop(rollout, None)
-        if command is not None:
-            self._begin(command)
-
-    def drop(self) -> None:
-        """Begin none of them: the run has failed."""
-        self._line.clear()
+    def once_begun(self, rollout: RolloutId, tell: Callable[[], None]) -> None:
+        """Tell it something: now, or if it has not begun, when it has."""
+        if rollout in self._line:
+            self._after[rollout] = tell
+        else:
+            tell()
 
     def _go_on(self) -> None:
         line = self._line
+        if self._is_over():
+            line.clear()
+            return
         for rollout in list(islice(line, AT_ONCE)):
             self._begin(line.pop(rollout))
+            if (tell := self._after.pop(rollout, None)) is not None:
+                tell()
         if line:
             self._loop.call_soon(self._go_on)
