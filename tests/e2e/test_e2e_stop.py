@@ -299,7 +299,11 @@ def test_each_life_is_decided_again_with_its_own_config(
     assert [r.event.config for r in records(again.run_dir) if isinstance(r.event, on.RunOpened)] == [1, 2]
     assert main(["replay", str(again.run_dir)]) == 0
     assert "of 2 lives, no divergence" in capsys.readouterr().out
-    (
-        again.run_dir / "configs" / "000001.toml"
-    ).unlink()  # then the first life is taken for one of the last config
-    assert main(["replay", str(again.run_dir)]) == 1
+    kept = again.run_dir / "configs" / "000001.toml"
+    kept.write_bytes((again.run_dir / "config.toml").read_bytes())
+    assert main(["replay", str(again.run_dir)]) == 1, "the first life had another config"
+    kept.unlink()
+    assert main(["replay", str(again.run_dir)]) == 0
+    told = capsys.readouterr().out
+    assert "were not decided again: its config" in told
+    assert "of 1 life, no divergence" in told

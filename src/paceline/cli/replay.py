@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from paceline.core.rebuild import Extras
-from paceline.core.replay import Divergence, Report, replay
+from paceline.core.replay import Divergence, NotCovered, Report, replay
 from paceline.domain.commands import Command
 from paceline.domain.events import Event, RunOpened
 from paceline.domain.ids import RolloutId
@@ -42,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
 
     def make(opened: RunOpened) -> Core:
         path = config_file(args.run, opened.config)
+        if opened.config and not path.is_file():
+            raise NotCovered(f"its config, {path}, is gone")
         if path not in makers:
             makers[path] = asyncio.run(core_maker(config_at(path)))
         return makers[path]()

@@ -137,9 +137,8 @@ def latest_run_dir(config: RunConfig) -> Path:
 
 
 def config_file(run_dir: Path, number: int) -> Path:
-    """The config of a life by its number (`RunOpened.config`); 0, and one that is gone: that of the last life."""
-    kept = run_dir / CONFIGS / f"{number:06d}.toml"
-    return kept if number and kept.is_file() else run_dir / CONFIG_FILE
+    """The config of a life by its number (`RunOpened.config`); 0, of a journal that does not say: that of the last life."""
+    return run_dir / CONFIGS / f"{number:06d}.toml" if number else run_dir / CONFIG_FILE
 
 
 def keep_config(run_dir: Path, text: str) -> int:

@@ -109,7 +109,7 @@ def replay(
 ) -> Report:
     """Decide again, up to the first divergence.
 
-    `make` gives a new core, for a life that begins so. `written` gives the form in which commands are
+    `make` gives a new core, for a life that begins so; NotCovered if it cannot. `written` gives the form in which commands are
     compared. `group_sizes` is for journals that do not say how large a group is.
     """
     return _Replay(recording, make, written, group_sizes or {}).run()
@@ -153,7 +153,7 @@ class _Replay:
             try:
                 self._core = self._begin(record.seq, event)
                 self._lives += 1
-            except _NotCovered as why:
+            except NotCovered as why:
                 self._skipped.append(Skipped(record.seq, 0, str(why)))
         if self._refused is not None:
             return self._refused
@@ -174,7 +174,7 @@ class _Replay:
         core = self._make(event)
         if event.resumed_from is not None:
             if event.trained is None:
-                raise _NotCovered("the journal does not say from which step its trainer went on")
+                raise NotCovered("the journal does not say from which step its trainer went on")
             state, rollouts = self._state(seq, event)
             core.restore(state, event.trained, event.weights, rollouts)
         core.count_from(seq)
@@ -186,7 +186,7 @@ class _Replay:
         base = self._states.get(event.checkpoint) if event.checkpoint else EMPTY
         base = base or self._recording.checkpoint(event.checkpoint)
         if base is None:
-            raise _NotCovered(
+            raise NotCovered(
                 f"it went on from a checkpoint before record {event.checkpoint}, which is gone, and the records that "
                 "led to it were not decided again"
             )
@@ -201,12 +201,12 @@ class _Replay:
             wanted = recovery.wanted()
             rollouts, extras = self._recording.stored(wanted, recovery.since)
             if missing := wanted - rollouts.keys():
-                raise _NotCovered(
+                raise NotCovered(
                     f"{len(missing)} rollouts it needs are not in the store, {min(missing)} is one"
                 )
             return recovery.state(rollouts, extras), rollouts
         except CannotFold as why:
-            raise _NotCovered(str(why)) from why
+            raise NotCovered(str(why)) from why
 
     # ── one record ──
 
@@ -246,7 +246,7 @@ class _Replay:
             del self._states[old]
 
 
-class _NotCovered(PacelineError):
+class NotCovered(PacelineError):
     """A life that cannot begin again."""
 
 
