@@ -48,6 +48,7 @@ from paceline.runtime.continuing import Record
 from paceline.runtime.gate import TurnGate
 from paceline.runtime.gateway.server import Gateway
 from paceline.tokens import Bridge, ChatTokenizer, Conversation, Plan
+from paceline.tokens.marks import first_mark, sure_of
 
 LONG_TEXT: Final = 20_000
 """Characters from which encoding leaves the loop: about 5 ms of work, against 22 µs for the hop."""
@@ -285,6 +286,10 @@ class ModelCalls:
             with contextlib.suppress(EngineError):  # it is then cancelled, a while later
                 await self.engine.abort(self.request_id)
 
+    def stop_strings(self, asked: Sequence[str]) -> tuple[str, ...]:
+        """All that end the answer to a call that asks for these: the run's come first."""
+        return (*self._sampling.stop, *asked)
+
     def answer_as(self, message: ChatMessage) -> None:
         """Put the latest answer into history in another form: parsed into tool calls, say. The ids stand."""
         self._conversation.answer_as(message)
@@ -388,7 +393,7 @@ class ModelCalls:
             self.recorder.extend(plan.ids, plan.base.turn, plan.roles)
         else:
             self.recorder.prompt(plan.ids, plan.roles)
-        stops = (*self._sampling.stop, *stop) if stop else self._sampling.stop
+        stops = self.stop_strings(stop)
         call = _Call(mix(self._noise_seed, len(self.recorder.turns)), stops, tell)
         try:
             allowed, cut = self._allowance(max_tokens)
@@ -592,8 +597,7 @@ class ModelCalls:
         end = last if last in self._stop_ids else None
         text = shown = self._bridge.tokenizer.decode(ids if end is None else ids[:-1])
         if end is None and finish == "stop" and call.stop:
-            found = [at for at in map(text.find, call.stop) if at >= 0]
-            shown = text[: min(found)] if found else text
+            shown = text[: first_mark(text, call.stop)]
         self.last = Reply(shown, finish, ids, turn.logprobs)
         if plan is not None:
             node = self._conversation.commit(plan, ids, end, text, shown)
@@ -787,7 +791,7 @@ def _may_be_in_stop(tail: str, stop: tuple[str, ...]) -> bool:
     """Whether `tail` ends with the beginning of a stop string, or with half a character."""
     if tail.endswith("\ufffd"):
         return True
-    return any(tail.endswith(s[:n]) for s in stop for n in range(1, len(s)))
+    return sure_of(tail, stop) < len(tail)
 
 
 def _words(message: ChatMessage) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
-from gateway_kit import CALL, LOOK, TEMPLATE, Client, Serves, serve
+from gateway_kit import CALL, LOOK, TEMPLATE, Client, Program, Serves, serve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -173,6 +173,9 @@ def test_a_stream_whose_engine_fails_after_it_has_begun_ends_in_an_error_event()
             tell(TOKENIZER.encode("some").tolist())
             await asyncio.sleep(0.05)
             raise EngineError("engine e0: broke")
+
+        def stop_strings(self, asked: tuple[str, ...]) -> tuple[str, ...]:
+            return asked
 
         async def hang_up(self) -> None: ...
 
@@ -347,18 +350,44 @@ class OpenGate:
     def report(self, event: Any) -> None: ...
 
 
-def test_a_turn_of_several_requests_is_one_stream() -> None:
-    found: list[str] = []
+class Says:
+    """Tells each answer as it is sampled, and ends it where a stop string is complete, as engines do."""
 
-    async def program(client: Client) -> None:
-        found.extend(await pieces(client, "/v1/chat/completions", ROUTES["/v1/chat/completions"][0]))
+    info = EngineInfo("e0", None, None)
+
+    def __init__(self, *answers: str) -> None:
+        self.answers = list(answers)
+
+    async def generate(self, request: GenerateRequest) -> GenerateReply:
+        answer = self.answers.pop(0)
+        ends = [at + len(stop) for stop in request.sampling.stop if (at := answer.find(stop)) >= 0]
+        ids = TOKENIZER.encode(answer[: min(ends, default=None)]).tolist()
+        ids += [] if ends else TOKENIZER.stop_ids[:1]
+        for id_ in ids if request.tell is not None else ():
+            request.tell([id_])
+            await asyncio.sleep(0.001)
+        logprobs = np.full(len(ids), -0.5, np.float32)
+        return GenerateReply(np.array(ids, np.int32), logprobs, "stop", ((0, len(ids)),))
+
+    async def abort(self, request_id: str) -> None: ...
+
+
+def served(
+    engine: Any,
+    program: Program,
+    sampling: SamplingSection | None = None,
+    section: GatewaySection | None = None,
+) -> Rollout:
+    """The rollout in which `program` ran, its model calls going to `engine`."""
 
     async def main() -> Rollout:
-        gateway, env, engine = Gateway(GatewaySection(), TOKENIZER, "policy"), Serves(program), Stops()
-        shared = EnvRuntime(env, env.tasks("train"), Limits(), SamplingSection(), Bridge(TOKENIZER))
+        gateway, env = Gateway(section or GatewaySection(), TOKENIZER, "policy"), Serves(program)
+        shared = EnvRuntime(
+            env, env.tasks("train"), Limits(), sampling or SamplingSection(), Bridge(TOKENIZER)
+        )
         runner = RolloutRunner(
             {("train", "env"): shared},
-            {"e0": engine},  # type: ignore[dict-item]
+            {"e0": engine},
             OpenGate(),  # type: ignore[arg-type]
             asyncio.get_running_loop().time,
             gateway=gateway,
@@ -367,10 +396,53 @@ def test_a_turn_of_several_requests_is_one_stream() -> None:
             return await runner.run(StartRollout(RolloutId(0, 0), TaskRef("env", "train", 0), 7, 8, "e0", 0))
         finally:
             await gateway.close()
-            assert engine.prompts[2] == engine.prompts[0] + engine.ids[:20]
 
     rollout = asyncio.run(main())
     assert rollout.outcome.ending == "completed", rollout.outcome
+    return rollout
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("thinking", ["content", "split"])
+def test_a_stop_string_of_the_run_is_shown_as_little_as_one_that_is_asked_for(
+    path: str, thinking: Any
+) -> None:
+    found: list[str] = []
+
+    async def program(client: Client) -> None:
+        body = {**ROUTES[path][0], "stop": ["!!"], "stop_sequences": ["!!"]}
+        found.extend(["".join(await pieces(client, path, body)) for _ in range(2)])
+
+    engine = Says("the answer ### and more", "the answer !! and more")
+    served(engine, program, SamplingSection(stop=("###",)), GatewaySection(thinking=thinking))
+    asked = "the answer !! and more" if path == "/v1/responses" else "the answer "
+    assert found == ["the answer ", asked]
+
+
+def test_an_answer_that_the_run_s_stop_string_ends_is_streamed_as_it_is_answered_and_gone_on_from() -> None:
+    async def program(client: Client) -> None:
+        body = {"messages": [user("q")], "tools": TOOLS}
+        streamed = "".join(await pieces(client, "/v1/chat/completions", body))
+        whole = (await client.chat(user("other"), tools=TOOLS))["choices"][0]["message"]["content"]
+        assert (streamed, whole) == ("the answer ", "the answer ")
+        for question, answer in (("q", streamed), ("other", whole)):
+            told = {"role": "assistant", "content": answer}
+            await client.chat(user(question), told, user("more"), tools=TOOLS)
+
+    said = "the answer ###"
+    rollout = served(Says(said, said, "one", "two"), program, SamplingSection(stop=("###",)))
+    assert [(turn.extends, turn.after) for turn in rollout.turns][2:] == [(True, 0), (True, 1)]
+
+
+def test_a_turn_of_several_requests_is_one_stream() -> None:
+    found: list[str] = []
+
+    async def program(client: Client) -> None:
+        found.extend(await pieces(client, "/v1/chat/completions", ROUTES["/v1/chat/completions"][0]))
+
+    engine = Stops()
+    rollout = served(engine, program)
+    assert engine.prompts[2] == engine.prompts[0] + engine.ids[:20]
     assert "".join(found) == LONG
     assert len(found) > 4
     (turn,) = rollout.turns

@@ -17,6 +17,7 @@ from paceline.errors import EnvError
 from paceline.runtime.gateway.asked import Answered, Asked, Heading, Said
 from paceline.runtime.gateway.failures import Refused
 from paceline.runtime.gateway.spoken import Kind, Spoken
+from paceline.tokens.marks import first_mark
 from paceline.tokens.tokenizer import ChatTokenizer
 from paceline.tokens.tool_calls import detect_format, read_answer
 
@@ -60,6 +61,8 @@ class Calls(Protocol):
         stop: tuple[str, ...] = (),
         tell: Tell | None = None,
     ) -> Reply: ...
+
+    def stop_strings(self, asked: tuple[str, ...]) -> tuple[str, ...]: ...
 
     def answer_as(self, message: ChatMessage) -> None: ...
 
@@ -215,7 +218,7 @@ class Session:
             format=self._format,
             has_tools=is_read and bool(asked.tools),
             split=is_read and self._split,
-            stops=asked.stop,
+            stops=self.calls.stop_strings(asked.stop),
         )
 
     def _taken_apart(
@@ -227,8 +230,7 @@ class Session:
         if len(ids) and int(ids[-1]) in tokenizer.stop_ids:
             ids = ids[:-1]
         raw = tokenizer.decode(ids, keep_special=True)
-        for stop in asked.stop:
-            raw = raw.partition(stop)[0]
+        raw = raw[: first_mark(raw, self.calls.stop_strings(asked.stop))]
         answer = read_answer(raw, self._format, asked.tools, split_thinking=self._split)
         apart = answer.content != raw or bool(answer.calls) or self._format == "harmony"
         text = answer.content if apart else reply.text

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, Literal, TypeAlias
 
+from paceline.tokens.marks import first_mark, sure_of
 from paceline.tokens.tokenizer import ChatTokenizer
 from paceline.tokens.tool_calls import BEGINNINGS, THOUGHTS
 
@@ -61,7 +62,8 @@ class Spoken:
         split: bool,
         stops: Sequence[str],
     ) -> None:
-        """`show` is told each piece. `format`, `has_tools` and `split`: how the answer will be read."""
+        """`show` is told each piece. `format`, `has_tools` and `split`: how the answer will be read; `stops`: every string
+        that ends it."""
         self._tokenizer = tokenizer
         self._decoder = _Decoder(tokenizer)
         self._show = show
@@ -70,7 +72,10 @@ class Spoken:
         self._is_read = has_tools or split
         """Whether the answer is taken apart at its end: then space around its parts is dropped."""
         self._stops = tuple(stops)
+        self._unsure = ""
+        """Text that may be the beginning of a stop string."""
         self._held = ""
+        """Text before any stop string that is not shown yet."""
         self._end_tag = ""
         self._state: State = "opening" if split else "content"
         if format == "harmony" and (has_tools or split):
@@ -89,10 +94,11 @@ class Spoken:
             # The answer is read with its special tokens, which mark calls in some families: nothing after one is sure.
             self._state = "closed"
             return
-        self._held += self._decoder.step([id_ for id_ in ids if id_ not in self._tokenizer.stop_ids])
-        stop = _first(self._held, self._stops)
-        if stop is not None:
-            self._held = self._held[:stop]
+        self._unsure += self._decoder.step([id_ for id_ in ids if id_ not in self._tokenizer.stop_ids])
+        stop = first_mark(self._unsure, self._stops)
+        sure = sure_of(self._unsure, self._stops) if stop is None else stop
+        self._held += self._unsure[:sure]
+        self._unsure = self._unsure[sure:]
         if self._state == "opening":
             self._open()
         if self._state == "thinking":
@@ -118,7 +124,7 @@ class Spoken:
         head, found, rest = self._held.partition(self._end_tag)
         if not self.thinking:
             head = head.lstrip()
-        sure = head.rstrip() if found else head[: _sure(head, (self._end_tag, *self._stops))].rstrip()
+        sure = head.rstrip() if found else head[: sure_of(head, (self._end_tag,))].rstrip()
         if sure:
             self.thinking += sure
             self._show("thinking", sure)
@@ -134,27 +140,13 @@ class Spoken:
             self._held = held
             return
         marks = (self._beginning,) if self._beginning not in ("", "{") else ()
-        end = _first(held, marks)
+        end = first_mark(held, marks)
         if end is not None:
             self._state = "closed"
-        sure = held[: _sure(held, (*marks, *self._stops)) if end is None else end]
+        sure = held[: sure_of(held, marks) if end is None else end]
         if self._is_read:
             sure = sure.rstrip()
         if sure:
             self.text += sure
             self._show("text", sure)
         self._held = held[len(sure) :]
-
-
-def _first(text: str, marks: Sequence[str]) -> int | None:
-    """Where the first of the marks begins."""
-    return min([at for mark in marks if (at := text.find(mark)) >= 0], default=None)
-
-
-def _sure(text: str, marks: Sequence[str]) -> int:
-    """Characters of `text` that no mark can begin in, if it goes on."""
-    held = 0
-    for mark in marks:
-        longest = min(len(mark) - 1, len(text))
-        held = max(held, next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0))
-    return len(text) - held
