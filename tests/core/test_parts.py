@@ -235,6 +235,57 @@ def test_the_deadline_counts_what_was_used_before_the_kill() -> None:
     assert [(r.outcome.cause, r.ended) for r in ended] == [("deadline", 7.0)] * 4
 
 
+def test_no_wait_to_go_on_is_taken_off_the_deadline_however_often_the_run_is_killed_in_it() -> None:
+    hurried = Script(plan=SLOW.plan, deadline_s=9.5)
+    first, setup = cut_off()
+    second, _ = next_life(first, setup, hurried, cap=2)
+    second.run(until=7.0)
+    records = [Record(at, e, tuple(c)) for w in (first, second) for at, e, c in w.trace.journal]
+    recovery = Recovery(EMPTY)
+    for seq, at, event, commands in as_read(records):
+        recovery.apply(seq, at, event, commands)
+    kept = {
+        left.id: whole_parts(
+            [p for w in (first, second) for p in w.trace.parts if p.rollout == left.id], left.requests
+        )
+        for left in recovery.under_way
+    }
+    third = World(
+        setup,
+        hurried,
+        cap=1,
+        recovery=recovery,
+        rollouts={},
+        parts=kept,
+        first_seq=len(records),
+        now=7.0,
+    )
+    trace = third.run()
+    went_on = [(at, c.stood_s) for at, c in trace.timed(do.ContinueRollout)]
+    assert went_on == [(7.0, 0.0), (9.0, 2.0), (11.0, 6.0), (15.0, 10.0)], "two of them waited from 5.0 on"
+    earlier = [r for r in trace.ended if r.id in {left.id for left in recovery.under_way}]
+    assert [(r.outcome.ending, r.ended) for r in earlier] == [
+        ("completed", at) for at in (9.0, 11.0, 15.0, 19.0)
+    ]
+
+
+def test_what_waits_for_its_rate_to_go_on_has_its_whole_deadline_left() -> None:
+    def plan(rollout: RolloutId, _task: object) -> Plan:
+        return Plan(((0.0, 15.0),), 4, reward=float(rollout.member))
+
+    script = Script(plan=plan, deadline_s=60.0)
+    first = World(setup_for(train_env(group_size=4), batch=64, max_steps=1), script, cap=64)
+    first.run(until=10.0)
+    assert len(first.running) == 64
+    slowly = setup_for(train_env(group_size=4, tasks_per_minute=12.0), batch=64, max_steps=1)
+    world, _ = next_life(first, slowly, script, cap=64)
+    trace = world.run(until=400.0)
+    went_on = trace.timed(do.ContinueRollout)
+    assert went_on[-1][0] > 300.0
+    ended = {r.id: r.outcome.ending for r in trace.ended}
+    assert [ended[c.rollout] for _, c in went_on] == ["completed"] * 64
+
+
 def test_what_waits_for_a_permit_is_told_by_that() -> None:
     first, setup = cut_off()
     world, _ = next_life(first, setup, SLOW, cap=2)

@@ -108,7 +108,7 @@ def one_of_each() -> list[tuple[e.Event, tuple[c.Command, ...]]]:
         (e.SegmentEnded(ids[0], "e0", ((0, 7),), "stop", 2, 0.5), ()),
         (
             e.RolloutContinued(ids[1], 7, 2, 1, True, 0, "its prompt differs"),
-            (c.ContinueRollout(ids[1], task, 7, 8, "e0", 0, 1.5, 9, 2, "it was under way"),),
+            (c.ContinueRollout(ids[1], task, 7, 8, "e0", 0, 1.5, 9, 2, "it was under way", 2.5),),
         ),
         (e.RolloutEnded(members[0]), (c.NoteRetry(ids[0], "engine: at most 3 attempts"),)),
         *((e.RolloutEnded(r), ()) for r in members[1:3]),

@@ -303,6 +303,14 @@ def test_budgets_and_the_deadline_count_what_was_used() -> None:
     assert 5.0 <= ended.ended <= 8.0, "its request under way comes back first"
 
 
+def test_the_deadline_leaves_out_what_it_stood_still() -> None:
+    whole, parts = first_life()
+    life = Life(Talk(), limits=Limits(deadline_s=200.0))
+    again = life.run(goes_on(parts[:2], started=-500.0, stood_s=500.0), left=parts[:2])
+    assert trained(again) == trained(whole)
+    assert again.started == -500.0
+
+
 def test_one_that_is_cancelled_before_it_begins_ends_as_that() -> None:
     _, parts = first_life()
     life = Life(Talk())

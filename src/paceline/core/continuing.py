@@ -63,6 +63,7 @@ class Continuing:
             flight, oldest = self._flights[rollout], self._left[rollout]
             (self._empty if oldest is None else self._waiting)[rollout] = flight
             flight.waits_since = self._out.now
+            flight.stood.begin(self._out.now)
             self._flights.goes_on_from(flight, flight.sampled, oldest)
         self._left.clear()
 
@@ -111,6 +112,7 @@ class Continuing:
 
     def _go_on(self, flight: Flight, engine: EngineState | None) -> None:
         del (self._waiting if flight.id in self._waiting else self._empty)[flight.id]
+        flight.stood.end(self._out.now)
         group = self._groups.of(flight.id)
         if engine is not None:
             engine.add(flight)
@@ -131,5 +133,6 @@ class Continuing:
                 flight.sampled,
                 flight.requests,
                 _GOES_ON,
+                flight.stood.seconds,
             )
         )

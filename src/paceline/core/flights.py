@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.core.accounting import StreamAccount
-from paceline.core.parts import UnderWay
+from paceline.core.parts import Standing, UnderWay
 from paceline.domain.ids import EngineId, EnvName, GroupId, RolloutId, Version
 from paceline.domain.rollout import CancelCause
 from paceline.domain.task import TaskRef
@@ -36,6 +36,7 @@ class Flight:
         "reserved",
         "sampled",
         "started",
+        "stood",
         "task",
         "turns",
         "waits_since",
@@ -49,6 +50,7 @@ class Flight:
         self.task = task
         self.engine = engine
         self.started = started
+        self.stood = Standing()
         self.account = account
         self.sampled = 0
         """Tokens sampled so far, as the engine requests reported them."""
@@ -86,6 +88,10 @@ class Flight:
         self.granted_at = 0.0
         self.waits_since = started
         """When it began to do something else than call an engine: its start, or its last call's end."""
+
+    def age(self, now: float) -> float:
+        """Seconds that it has run, without those that it waited to go on after a restart."""
+        return now - self.started - self.stood.seconds
 
     def __lt__(self, other: Flight) -> bool:
         """Oldest first: by start, ties by id."""
@@ -178,7 +184,9 @@ class Flights:
     def plain(self) -> list[list[Any]]:
         """Every flight for a checkpoint, oldest first."""
         return [
-            UnderWay(f.id, f.task, f.sampled, f.requests, f.oldest if f.sampled else None, f.started).plain()
+            UnderWay(
+                f.id, f.task, f.sampled, f.requests, f.oldest if f.sampled else None, f.started, f.stood
+            ).plain()
             for f in self._by_id.values()
         ]
 

@@ -15,10 +15,33 @@ from paceline.domain.part import Part
 from paceline.domain.task import TaskRef
 
 
+class Standing:
+    """How long a rollout has waited to go on, in lives of the run that found it under way: time that it could not use."""
+
+    __slots__ = ("seconds", "since")
+
+    def __init__(self, seconds: float = 0.0, since: float | None = None) -> None:
+        self.seconds = seconds
+        """Of the waits that are over."""
+        self.since = since
+        """When the one that lasts began."""
+
+    def begin(self, now: float) -> None:
+        """A life that begins `now` has found it under way; if it still waited in the one before, that wait is over."""
+        self.end(now)
+        self.since = now
+
+    def end(self, now: float) -> None:
+        """It goes on."""
+        if self.since is not None:
+            self.seconds += now - self.since
+            self.since = None
+
+
 class UnderWay:
     """An attempt that has not ended, as the log tells of it."""
 
-    __slots__ = ("id", "oldest", "requests", "sampled", "started", "task")
+    __slots__ = ("id", "oldest", "requests", "sampled", "started", "stood", "task")
 
     def __init__(
         self,
@@ -28,6 +51,7 @@ class UnderWay:
         requests: int = 0,
         oldest: Version | None = None,
         started: float = 0.0,
+        stood: Standing | None = None,
     ) -> None:
         self.id = rollout
         self.task = task
@@ -39,16 +63,19 @@ class UnderWay:
         """Oldest version behind its tokens; None without any, and for evals, which do not grow stale."""
         self.started = started
         """In seconds of the run's clock."""
+        self.stood = stood or Standing()
 
     def plain(self) -> list[Any]:
         """For a checkpoint; `restore` reads it."""
         task = [*msgspec.structs.astuple(self.task)]
-        return [str(self.id), task, self.sampled, self.requests, self.oldest, self.started]
+        row = [str(self.id), task, self.sampled, self.requests, self.oldest, self.started]
+        return [*row, self.stood.seconds, self.stood.since]
 
     @classmethod
     def restore(cls, row: Sequence[Any]) -> Self:
-        """The inverse of `plain`. Earlier releases told no more than the tokens."""
-        return cls(parse_rollout_id(row[0]), TaskRef(*row[1]), *row[2:])
+        """The inverse of `plain`. Earlier releases told no more than the tokens, or nothing of waits."""
+        known = [*row[2:6], Standing(*row[6:])] if len(row) > 6 else row[2:]
+        return cls(parse_rollout_id(row[0]), TaskRef(*row[1]), *known)
 
 
 def whole_parts(parts: Iterable[Part], requests: int) -> tuple[Part, ...]:

@@ -142,6 +142,7 @@ class Recovery:
             do.NoteOpened: self._note_opened,
             do.NoteRedraw: self._begins_again,
             do.StartRollout: self._start,
+            do.ContinueRollout: self._goes_on,
             do.ProcessGroup: self._process,
             do.ShipBatch: self._ship,
             do.NoteRetry: self._retried,
@@ -177,6 +178,8 @@ class Recovery:
     def _opened(self, event: on.RunOpened) -> None:
         for env in event.forgives:
             self._quarantine.forget(env)
+        for rollout in event.continues:
+            self._flights[rollout].stood.begin(self._at)
         if not event.recovered and self.seq > 0:
             raise CannotFold(
                 f"record {self.seq} begins a life of the run that went on from a checkpoint alone, and there is no "
@@ -209,6 +212,9 @@ class Recovery:
         ):  # a journal without `NoteRetry`: only now is it known that it was no last one
             group.arrived.remove(before)
             self._account_of(task).move("grouped", "failed", group.tokens.pop(before))
+
+    def _goes_on(self, command: do.ContinueRollout) -> None:
+        self._flights[command.rollout].stood.end(self._at)
 
     def _note_opened(self, command: do.NoteOpened) -> None:
         self._open(

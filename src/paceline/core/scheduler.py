@@ -784,7 +784,7 @@ class Core:
             left = UnderWay.restore(row)
             account = self.account.of(left.task.split, left.task.env)
             flight = Flight(left.id, left.task, "", left.started, account)
-            flight.sampled, flight.requests = left.sampled, left.requests
+            flight.sampled, flight.requests, flight.stood = left.sampled, left.requests, left.stood
             self.continuing.left(flight, left.oldest)
 
     def _drop(self, group: dict[str, Any]) -> None:

@@ -50,12 +50,14 @@ class ContinueRollout(msgspec.Struct, frozen=True, gc=False, tag=True):
     """Where its turns should go; empty for one that is cancelled at once."""
     version: Version
     started: float
-    """When it was first started, in seconds of the run's clock: its deadline counts from there."""
+    """When it was first started, in seconds of the run's clock: its deadline counts from there, `stood_s` left out."""
     tokens: int
     """Sampled so far, by the journal."""
     requests: int
     """Engine requests that sampled them."""
     reason: str = ""
+    stood_s: float = 0.0
+    """Seconds since then that it stood still: a life of the run had found it under way, and it waited to go on."""
 
 
 class GrantTurn(msgspec.Struct, frozen=True, gc=False, tag=True):

@@ -200,13 +200,15 @@ class _Run:
         self._loop = task.get_loop()
         self._task = task
         self._model = model
-        # What was used in an earlier life counts; the clock stood still between the two.
-        self._started = command.started if isinstance(command, ContinueRollout) else clock()
+        # What was used in an earlier life counts, but no wait to go on; the clock stood still between the two.
+        self._started, stood_s = clock(), 0.0
+        if isinstance(command, ContinueRollout):
+            self._started, stood_s = command.started, command.stood_s
         self._ctx = Context(
             command.rollout,
             group_seed=command.group_seed,
             noise_seed=command.noise_seed,
-            deadline=self._started + shared.limits.deadline_s,
+            deadline=self._started + stood_s + shared.limits.deadline_s,
             clock=clock,
         )
         self._timer = self._loop.call_later(max(0.0, self._ctx.deadline - clock()), self._pass_deadline)

@@ -258,7 +258,7 @@ class World:
         running.command, running.plan = command, self._plan(command.rollout, command.task)
         running.requests = command.requests
         if isfinite(self.script.deadline_s):
-            left = command.started + self.script.deadline_s - self.now
+            left = command.started + command.stood_s + self.script.deadline_s - self.now
             self._later(running, max(0.0, left), lambda: self._deadline(running))
         seconds = self.script.repeat_s(command.rollout)
         self._later(running, seconds, lambda: self._repeat(running, command))

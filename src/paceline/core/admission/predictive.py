@@ -288,7 +288,7 @@ class PredictiveCap(Admission):
             state.starts += 1.0
         if env is not None and flight.turns:
             wait = now - flight.waits_since
-            env.finished(flight.turns, flight.first, flight.context, now - flight.started, wait)
+            env.finished(flight.turns, flight.first, flight.context, flight.age(now), wait)
 
     # ── what it makes of it, at each reading ──
 
@@ -435,7 +435,7 @@ class PredictiveCap(Admission):
         flights = [f for f in engine.flights.values() if not f.parked]
         pace = state.sampled / state.seconds if state.seconds else 0.0
         contexts = np.array([f.context + (now - f.granted_at) * pace * f.calling for f in flights])
-        ages = np.array([now - f.started for f in flights])
+        ages = np.array([f.age(now) for f in flights])
         durations = [seconds for env in self._envs.values() for seconds in env.durations]
         growth = sum(env.growth for env in self._envs.values()) / len(self._envs)
         if growth <= 0.0 and len(ages) and ages.sum() > 0:
