@@ -104,11 +104,23 @@ async def test_a_file_of_which_nothing_but_its_length_reached_the_disk_was_never
 ) -> None:
     await commit(tmp_path, range(2))
     for name in ("rollouts/000002.seg", "journal/000002.log"):
-        (tmp_path / name).write_bytes(bytes(4096))
+        (tmp_path / name).write_bytes(bytes(160))
     assert stored(tmp_path) == [0, 1]
     await commit(tmp_path, range(2, 3))
     assert stored(tmp_path) == [0, 1, 2]
     assert [record.seq for record in read_journal(tmp_path)] == [0, 1, 2]
+
+
+async def test_a_file_of_zeros_that_is_longer_than_a_header_held_what_was_durable(tmp_path: Path) -> None:
+    await commit(tmp_path, *(range(n, n + 1) for n in range(20)))
+    log = tmp_path / "journal/000001.log"
+    zeroed(log, [(0, log.stat().st_size)])
+    with pytest.raises(WireError, match="is no journal file: it begins with"):
+        list(read_journal(tmp_path))
+    with pytest.raises(WireError, match="move .* aside"):
+        read_back(tmp_path, EMPTY, {})
+    with pytest.raises(WireError, match="is no journal file"):
+        journal(tmp_path)
 
 
 async def test_resuming_says_what_the_power_has_cost(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@
              crc32 of the payload u32 · crc32 of the 32 bytes before u32 · payload
 
 Little-endian. A commit is some frames that are made durable together, before the next is begun; `commit` counts them in a
-file, from 1 to 255 and round again, and `ends` is 1 in the last frame of one. So damage in the last commit is a write that was
+file, from 1 to 255 and round again, and `ends` is 1 in the last frame of one. A commit that goes on in the next file, because this
+one is full, has no such frame here, and begins anew there. So damage in the last commit is a write that was
 interrupted: it never counted, and is cut. A kill leaves a frame without its end; when the power fails, pages that were written
 later may have reached the disk without those before them, so good frames of the same commit may follow. Damage that a
 later commit follows is a broken disk or a foreign hand: `WireError`.
@@ -41,6 +42,9 @@ _CRC = struct.Struct("<I")
 _MARK = b"PLFR"
 FRAME_BYTES = _FRAME.size + _CRC.size
 _MAX_HEADER = 1 << 16
+_MOST_ZEROS = 512
+"""Bytes of a file that is never longer while its header is not on the disk: that is made durable before any frame, and is of 133
+bytes, with a short name of the run. A longer one held records."""
 
 FileKind: TypeAlias = Literal["log", "rollouts", "partial"]
 
@@ -170,7 +174,8 @@ class FrameReader:
 
     def _start(self) -> tuple[FileHeader, int]:
         start = self._file.read(_START.size)
-        if not any(start) and not any(self._file.read()):
+        size = os.fstat(self._file.fileno()).st_size
+        if size <= _MOST_ZEROS and not any(start) and not any(self._file.read()):
             raise TornStart(f"{self.path} has nothing but zeros: it was begun, and never reached the disk")
         if not start.startswith(MAGIC[: len(start)]):
             raise WireError(f"{self.path} is no journal file: it begins with {start[:8]!r}, not {MAGIC!r}")
