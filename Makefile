@@ -73,7 +73,7 @@ bench: setup  ## all benchmarks, or one: make bench ONLY=wire
 	$(BIN)/python -m bench $(if $(ONLY),--only $(ONLY))
 
 reproduce: setup  ## simulate what papers report of scheduling; writes docs/benchmarks/scheduling.md
-	$(BIN)/python tools/reproduce.py $(ARGS)
+	$(BIN)/python -m tools.reproduce $(ARGS)
 
 docs: setup  ## write the generated reference
 	$(BIN)/paceline config reference > docs/reference/config.md

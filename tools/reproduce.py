@@ -5,6 +5,7 @@ absolute time was fitted (one factor a scenario, `slow` in its study).
 
     make reproduce                                   everything, with 20 seeds
     make reproduce ARGS="--only S3 --seeds 5"        the rows of one scenario; the others stay as they are
+    python -m tools.reproduce --help                 the same by hand, from the repository
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import argparse
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from bench import caps
 
 from paceline.cli.studies import simulate
 from paceline.sim.bound import tail_probability
@@ -47,10 +50,11 @@ class Row:
         check: str,
         paper: str,
         value: tuple[float, float],
-        low: float,
-        high: float,
+        low: float | None = None,
+        high: float | None = None,
         form: str = "{:.2f}",
     ) -> None:
+        """`value`: the mean, and half the width of its interval. Without `low` and `high` it is told beside others."""
         self.check, self.paper, self.low, self.high = check, paper, low, high
         self.value, self.half = value
         self.form = form
@@ -58,8 +62,10 @@ class Row:
     def line(self, seeds: int) -> str:
         ours = self.form.format(self.value)
         half = f" ± {self.form.format(self.half)}" if self.half else ""
-        allowed = f"{self.form.format(self.low)} to {self.form.format(self.high)}"
-        verdict = "holds" if self.low <= self.value <= self.high else "**misses**"
+        allowed = verdict = ""
+        if self.low is not None and self.high is not None:
+            allowed = f"{self.form.format(self.low)} to {self.form.format(self.high)}"
+            verdict = "holds" if self.low <= self.value <= self.high else "**misses**"
         count = seeds if self.half else ""
         return f"| {self.check} | {self.paper} | {ours}{half} | {count} | {allowed} | {verdict} |"
 
@@ -165,6 +171,39 @@ def s3(seeds: int, processes: int) -> list[Row]:
     ]  # fmt: skip
 
 
+TOOLS_S = (1.0, 6.0, 30.0, 120.0)
+"""Medians of the slow tools of S5."""
+
+
+def rules(scenario: str, table: caps.Table) -> list[Row]:
+    rows = []
+    for rule, ratios in table.ratios.items():
+        ours = rule == "predictive"
+        name = f"`{rule}`, by {table.yardstick}" if ours else f"the same, {rule}"
+        rows.append(
+            Row(f"{scenario} {name}", "", confidence(ratios), *((0.97, 9.0) if ours else ()), form="{:.3f}")
+        )
+    return rows
+
+
+def s5(seeds: int, processes: int) -> list[Row]:
+    rows: list[Row] = []
+    ours: list[caps.Seen] = []
+    for tool_s in TOOLS_S:
+        table = caps.stationary(tool_s, seeds, processes)
+        rows += rules(f"S5 tools of {tool_s:g} s:", table)
+        ours += table.seen["predictive"]
+    return [
+        *rows,
+        Row("S5 `predictive`, longest ramp, s", "", (max(seen.ramp_s for seen in ours), 0.0), 0, 180, "{:.0f}"),
+        Row("S5 `predictive`, most tokens lost, share", "", (max(seen.wasted for seen in ours), 0.0), 0.0, 0.003, "{:.4f}"),
+    ]  # fmt: skip
+
+
+def s6(seeds: int, processes: int) -> list[Row]:
+    return rules("S6 turns from 8 to 48 in 4 h:", caps.drifting(seeds, processes))
+
+
 SCENARIOS: dict[str, Callable[[int, int], list[Row]]] = {
     "S10": s10,
     "time between tokens": lambda seeds, processes: latencies(),
@@ -172,6 +211,8 @@ SCENARIOS: dict[str, Callable[[int, int], list[Row]]] = {
     "S1b": s1b,
     "S2": s2,
     "S3": s3,
+    "S5": s5,
+    "S6": s6,
 }
 """By what their rows begin with."""
 

@@ -20,6 +20,7 @@ class Flight:
         "at_gate",
         "calling",
         "cancelled",
+        "cold",
         "context",
         "continues",
         "engine",
@@ -28,6 +29,7 @@ class Flight:
         "held",
         "id",
         "known",
+        "kv_version",
         "mark",
         "marks",
         "oldest",
@@ -75,6 +77,10 @@ class Flight:
         """Whether its next call goes on with a turn that was cut, and is not a new one."""
         self.at_gate = False
         """Whether it has asked for a call and waits for the grant."""
+        self.kv_version: Version | None = None
+        """Version of its last call, whose KV may be cached; None before. For a controller that learns."""
+        self.cold = False
+        """Whether its call is the first under newer weights, and finds nothing of its context in the cache."""
         self.marks: tuple[float, float, float, int] = (0.0, 0.0, 0.0, 0)
         """A controller's: its engine's sums when the call began, and what it expected of the call."""
         self.parked = False

@@ -124,10 +124,13 @@ def run_cell(
     seed: int,
     journals: Journals | None = None,
     folds: Sequence[Fold] = (),
+    admission: Admission | None = None,
 ) -> Cell:
-    """Run one cell and measure it."""
+    """Run one cell and measure it; `admission` instead of what the policy names."""
     measure = Measure()
-    simulation = build(study, policy, workload, seed, journals=journals, folds=(measure, *folds))
+    simulation = build(
+        study, policy, workload, seed, journals=journals, folds=(measure, *folds), admission=admission
+    )
     section = study.study
     timeline = Timeline(simulation, section.sample_s) if section.sample_s else None
     steps = None if section.steps is None else section.skip_steps + section.steps

@@ -15,6 +15,7 @@ class Held:
     """What an engine holds, set by hand."""
 
     id = "e0"
+    held = 0
     calls = 0
     calling_tokens = 0
     working_tokens = 0

@@ -247,3 +247,15 @@ def test_what_a_rollout_had_before_a_restart_is_not_taken_for_new_at_its_next_tu
     cap.turn_asked(engine, goes_on, 2.0)
     (env,) = cap._envs.values()
     assert (env.prompt_tokens, env.new_tokens) == (16_400, 300)
+
+
+def test_what_new_weights_made_useless_is_no_miss_of_the_cache() -> None:
+    cap, engine, one = PredictiveCap(), Held(), flight()
+    for turn, (version, cached) in enumerate([(0, 0), (0, 950), (1, 0), (1, 2950), (2, 0)], start=1):
+        one.turns, one.context, engine.held = turn, 1000 * turn, version
+        cap.turn_asked(engine, one, float(turn))
+        cap.turn_granted(engine, one, float(turn))
+        one.context += 50
+        cap.segment_ended(engine, one, 50, cached, 0.5, None, turn + 0.5)
+    state = cap["e0"]
+    assert (state.prefix, state.cached) == (2000 + 4000, 950 + 2950)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from paceline.core.flights import Flight
-from paceline.domain.ids import EngineId, RolloutId
+from paceline.domain.ids import EngineId, RolloutId, Version
 from paceline.domain.load import EngineInfo, EngineLoad
 
 BURST_S = 5.0
@@ -21,6 +21,11 @@ class Holdings(Protocol):
 
     @property
     def id(self) -> EngineId: ...
+
+    @property
+    def held(self) -> Version:
+        """Version of the weights it holds."""
+        ...
 
     @property
     def active(self) -> int:

@@ -232,7 +232,9 @@ class PredictiveCap(Admission):
         state.advance(now)
         state.calls, state.tokens = engine.calls, engine.calling_tokens
         # What it should have to prefill, put right when it is known: the calls beside it feel it now.
-        expected = max(0, flight.context - flight.known)
+        flight.cold = flight.kv_version not in (None, engine.held)
+        flight.kv_version = engine.held
+        expected = flight.context if flight.cold else max(0, flight.context - flight.known)
         flight.marks = (state.batch_ever, state.tokens_ever, state.prefilled_ever, expected)
         state.prefilled_ever += expected
 
@@ -257,7 +259,8 @@ class PredictiveCap(Admission):
         prompt = flight.context - sampled
         state.prefilled += max(0, prompt - cached)
         state.prefilled_ever += max(0, prompt - cached) - flight.marks[3]
-        if flight.turns > 1:
+        # What new weights made useless says nothing of whether the cache is large enough.
+        if flight.turns > 1 and not flight.cold:
             state.prefix += prompt
             state.cached += cached
         env = self._envs.get(flight.task.env)
