@@ -247,6 +247,27 @@ def test_calls_are_read_back_from_what_each_family_prints(name: str) -> None:
     assert answer.content == ""
 
 
+@pytest.mark.parametrize(
+    ("said", "thinking", "content"),
+    [
+        ("<think>\na\n</think>\n\nb", "a", "b"),
+        ("a</think>b", "a", "b"),
+        ("<think>a", "a", ""),
+        ("b", "", "b"),
+        ("  [THINK]a[/THINK]b", "a", "b"),
+        ("a <think> c</think>b", "a <think> c", "b"),
+        ("<think>a[/THINK]c</think>b", "a[/THINK]c", "b"),
+        ("[THINK]a</think>c[/THINK]b", "a</think>c", "b"),
+        ("a[/THINK]b</think>c", "a", "b</think>c"),
+    ],
+)
+def test_thinking_ends_where_its_own_tag_closes_it_or_without_an_opening_one_at_the_first(
+    said: str, thinking: str, content: str
+) -> None:
+    answer = read_answer(said, "none", None, split_thinking=True)
+    assert (answer.thinking, answer.content) == (thinking, content)
+
+
 def test_gemmas_calls_keep_texts_as_they_are_and_what_is_no_object_stays_text() -> None:
     mark = '<|"|>'
     said = (

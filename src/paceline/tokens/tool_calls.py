@@ -116,8 +116,12 @@ def _glm(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
 # ── bare JSON: Llama 3 ──
 
 
+PYTHON_TAG: Final = "<|python_tag|>"
+"""What may stand in front of Llama's calls."""
+
+
 def _llama(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
-    body = text.replace("<|python_tag|>", "").strip()
+    body = text.replace(PYTHON_TAG, "").strip()
     if not body.startswith("{"):
         return text, []
     calls = []
@@ -224,15 +228,28 @@ THOUGHTS: Final = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 """What thinking stands between."""
 
 
-def _split_thinking(text: str) -> tuple[str, str]:
-    """(thinking, the rest). The opening tag may stand in the prompt; thinking that was cut has no closing one."""
+def thought(text: str) -> tuple[int, str] | None:
+    """Where the thinking that `text` begins with starts, and the tag that ends it; None where it has none, or not yet.
+
+    What it says of a text it says of whatever goes on from it. The opening tag may stand in the prompt: then only the
+    first closing one shows that it was thinking.
+    """
+    begun = text.lstrip()
     for opening, closing in THOUGHTS:
-        head, found, rest = text.partition(closing)
-        if found:
-            return head.replace(opening, "", 1).strip(), rest.lstrip("\n")
-        if text.lstrip().startswith(opening):
-            return text.replace(opening, "", 1).strip(), ""
-    return "", text
+        if begun.startswith(opening):
+            return len(text) - len(begun) + len(opening), closing
+    ends = [(at, closing) for _, closing in THOUGHTS if (at := text.find(closing)) >= 0]
+    return (0, min(ends)[1]) if ends else None
+
+
+def _split_thinking(text: str) -> tuple[str, str]:
+    """(thinking, the rest). Thinking that was cut has no closing tag."""
+    found = thought(text)
+    if found is None:
+        return "", text
+    start, closing = found
+    thinking, _, rest = text[start:].partition(closing)
+    return thinking.strip(), rest.lstrip("\n")
 
 
 FORMATS: Final[Mapping[str, Format]] = {

@@ -11,7 +11,7 @@ import aiohttp
 import numpy as np
 import pytest
 from gateway_kit import CALL, LOOK, TEMPLATE, Client, Program, Serves, serve
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline.config import GatewaySection, Limits, SamplingSection
@@ -28,7 +28,7 @@ from paceline.runtime.model import EnvRuntime
 from paceline.runtime.runner import RolloutRunner
 from paceline.testing.tokens import MARKUP, byte_tokenizer
 from paceline.tokens import Bridge, user
-from paceline.tokens.tool_calls import BEGINNINGS, FORMATS, read_answer
+from paceline.tokens.tool_calls import BEGINNINGS, FORMATS, PYTHON_TAG, read_answer
 
 TOOLS = [{"type": "function", "function": LOOK}]
 LONG = "the quick brown fox jumps over the lazy dog ☕ twice"
@@ -240,6 +240,19 @@ def shown(ids: Sequence[int], cuts: Sequence[int], **how: Any) -> tuple[str, str
     return spoken.text, spoken.thinking
 
 
+def agree(said: str, cuts: Sequence[int], format: str, has_tools: bool, split: bool, stop: str) -> None:
+    """What is shown of an answer that is read is the beginning of what it is read as."""
+    ids = TOKENIZER.encode(said).tolist()
+    text, thinking = shown(ids, cuts, format=format, has_tools=has_tools, split=split, stops=(stop,))
+    raw = said.partition(stop)[0]
+    answer = read_answer(raw, format, TOOLS if has_tools else None, split_thinking=split)
+    content = answer.content
+    if content == raw and not answer.calls and format != "harmony":
+        content = TOKENIZER.decode(ids).partition(stop)[0]
+    assert answer.thinking.startswith(thinking)
+    assert content.startswith((text, text.lstrip()))
+
+
 @given(
     st.lists(st.sampled_from(FRAGMENTS), max_size=12),
     st.lists(st.integers(1, 5), max_size=80),
@@ -252,22 +265,41 @@ def test_what_is_shown_early_is_the_beginning_of_what_is_read_in_the_end(
     fragments: list[str], cuts: list[int], format: str, has_tools: bool, split: bool
 ) -> None:
     said = "".join(fragments)
-    ids = TOKENIZER.encode(said).tolist()
-    text, thinking = shown(ids, cuts, format=format, has_tools=has_tools, split=split, stops=("END",))
-    if not has_tools and not split:
-        plain = TOKENIZER.decode(ids)
-        assert plain.partition("END")[0].startswith(text)
-        # All of it, but what may be the beginning of a stop string.
-        if "END" not in plain:
-            assert len(plain) - len(text) <= 2
+    if has_tools or split:
+        agree(said, cuts, format, has_tools, split, "END")
         return
-    raw = said.partition("END")[0]
-    answer = read_answer(raw, format, TOOLS if has_tools else None, split_thinking=split)
-    content = answer.content
-    if content == raw and not answer.calls and format != "harmony":
-        content = TOKENIZER.decode(ids).partition("END")[0]
-    assert answer.thinking.startswith(thinking)
-    assert content.startswith((text, text.lstrip()))
+    ids = TOKENIZER.encode(said).tolist()
+    text, _ = shown(ids, cuts, format=format, has_tools=False, split=False, stops=("END",))
+    plain = TOKENIZER.decode(ids)
+    assert plain.partition("END")[0].startswith(text)
+    # All of it, but what may be the beginning of a stop string.
+    if "END" not in plain:
+        assert len(plain) - len(text) <= 2
+
+
+TAGS = ("<think>", "</think>", "[THINK]", "[/THINK]", "<", "a", " ", "\n", "END", PYTHON_TAG, CALL)
+
+
+@given(
+    st.lists(st.sampled_from(TAGS), max_size=9).map("".join),
+    st.lists(st.integers(1, 12), max_size=40),
+    st.sampled_from(["none", "hermes", "llama"]),
+    st.booleans(),
+    st.sampled_from(["END", "</think>", "</think>\n\nEND"]),
+)
+@example("plain <think> words</think>answer", [1] * 40, "none", False, "END")
+@example("<<think></think>a", [1] * 40, "none", False, "END")
+@example("[THINK]a</think>b[/THINK]c", [1] * 40, "none", False, "END")
+@example("a[/THINK]b</think>c", [1] * 40, "none", False, "END")
+@example("a[/THINK]b</think>c", [], "none", False, "END")
+@example("<think>a[/THINK]b</think>c", [], "none", False, "END")
+@example("<think>a</think>\n\nEND", [1] * 40, "none", False, "</think>\n\nEND")
+@example(PYTHON_TAG + '{"name": "look", "arguments": {}}', [1] * 60, "llama", True, "END")
+@settings(max_examples=400, deadline=None)
+def test_thinking_is_shown_early_as_it_is_split_off_in_the_end(
+    said: str, cuts: list[int], format: str, has_tools: bool, stop: str
+) -> None:
+    agree(said, cuts, format, has_tools, True, stop)
 
 
 @given(st.binary(max_size=60), st.lists(st.integers(1, 4), max_size=60))
@@ -351,21 +383,23 @@ class OpenGate:
 
 
 class Says:
-    """Tells each answer as it is sampled, and ends it where a stop string is complete, as engines do."""
+    """Tells each answer as it is sampled, and ends it where a stop string is complete, as engines do. Of a pair it tells
+    the first and returns the second."""
 
     info = EngineInfo("e0", None, None)
 
-    def __init__(self, *answers: str) -> None:
-        self.answers = list(answers)
+    def __init__(self, *answers: str | tuple[str, str]) -> None:
+        self.answers = [(said, said) if isinstance(said, str) else said for said in answers]
 
     async def generate(self, request: GenerateRequest) -> GenerateReply:
-        answer = self.answers.pop(0)
+        told, answer = self.answers.pop(0)
         ends = [at + len(stop) for stop in request.sampling.stop if (at := answer.find(stop)) >= 0]
         ids = TOKENIZER.encode(answer[: min(ends, default=None)]).tolist()
         ids += [] if ends else TOKENIZER.stop_ids[:1]
-        for id_ in ids if request.tell is not None else ():
-            request.tell([id_])
-            await asyncio.sleep(0.001)
+        for id_ in ids if told == answer else TOKENIZER.encode(told).tolist():
+            if request.tell is not None:
+                request.tell([id_])
+                await asyncio.sleep(0.001)
         logprobs = np.full(len(ids), -0.5, np.float32)
         return GenerateReply(np.array(ids, np.int32), logprobs, "stop", ((0, len(ids)),))
 
@@ -432,6 +466,23 @@ def test_an_answer_that_the_run_s_stop_string_ends_is_streamed_as_it_is_answered
     said = "the answer ###"
     rollout = served(Says(said, said, "one", "two"), program, SamplingSection(stop=("###",)))
     assert [(turn.extends, turn.after) for turn in rollout.turns][2:] == [(True, 0), (True, 1)]
+
+
+def test_thinking_that_its_engine_told_otherwise_than_it_returned_it_is_answered_as_it_was_shown() -> None:
+    async def program(client: Client) -> None:
+        events = [
+            event for _, event in await client.events("/v1/chat/completions", {"messages": [user("q")]})
+        ]
+        deltas = [event["choices"][0]["delta"] for event in events[:-1]]
+        thinking = "".join(delta.get("reasoning_content") or "" for delta in deltas)
+        text = "".join(delta.get("content") or "" for delta in deltas)
+        assert (thinking, text) == (told_first.removeprefix("<think>"), "forty two")
+        told = {"role": "assistant", "content": text, "reasoning_content": thinking}
+        await client.chat(user("q"), told, user("more"))
+
+    told_first, returned = "<think>so it is and so it has to be", "<think>or not?</think>forty two"
+    rollout = served(Says((told_first, returned), "yes"), program, section=GatewaySection(thinking="split"))
+    assert [turn.extends for turn in rollout.turns] == [False, True]
 
 
 def test_a_turn_of_several_requests_is_one_stream() -> None:

@@ -16,7 +16,7 @@ from paceline.envs.recorder import Recorder
 from paceline.errors import EnvError
 from paceline.runtime.gateway.asked import Answered, Asked, Heading, Said
 from paceline.runtime.gateway.failures import Refused
-from paceline.runtime.gateway.spoken import Kind, Spoken
+from paceline.runtime.gateway.spoken import Kind, Spoken, goes_on
 from paceline.tokens.marks import first_mark
 from paceline.tokens.tokenizer import ChatTokenizer
 from paceline.tokens.tool_calls import detect_format, read_answer
@@ -234,17 +234,13 @@ class Session:
         answer = read_answer(raw, self._format, asked.tools, split_thinking=self._split)
         apart = answer.content != raw or bool(answer.calls) or self._format == "harmony"
         text = answer.content if apart else reply.text
-        told = "" if spoken is None else spoken.text
-        if not text.startswith(told):
-            # Space in front of it was shown before there was a call to drop it for. Anything else would be an answer that
-            # is read in two ways: then what the program was shown is what it was answered.
-            text = told[: len(told) - len(told.lstrip())] + text
-            text = text if text.startswith(told) else told
+        told, told_thinking = ("", "") if spoken is None else (spoken.text, spoken.thinking)
+        text, thinking = goes_on(told, text), goes_on(told_thinking, answer.thinking)
         named = tuple([(_call_id(name, n), call) for n, call in enumerate(answer.calls)])
         if apart:
             message: dict[str, Any] = {"role": "assistant", "content": text}
-            if answer.thinking:
-                message["reasoning_content"] = answer.thinking
+            if thinking:
+                message["reasoning_content"] = thinking
             if named:
                 message["tool_calls"] = [
                     {
@@ -258,12 +254,12 @@ class Session:
         return Said(
             reply=reply,
             text=text,
-            thinking=answer.thinking,
+            thinking=thinking,
             calls=named,
             prompt_tokens=prompt,
             cached_tokens=cached,
             told=told,
-            told_thinking="" if spoken is None else spoken.thinking,
+            told_thinking=told_thinking,
         )
 
     # ── the end ──

@@ -12,7 +12,7 @@ from typing import Final, Literal, TypeAlias
 
 from paceline.tokens.marks import first_mark, sure_of
 from paceline.tokens.tokenizer import ChatTokenizer
-from paceline.tokens.tool_calls import BEGINNINGS, THOUGHTS
+from paceline.tokens.tool_calls import BEGINNINGS, PYTHON_TAG, thought
 
 Kind: TypeAlias = Literal["text", "thinking"]
 State: TypeAlias = Literal["opening", "thinking", "content", "closed"]
@@ -111,14 +111,10 @@ class Spoken:
     def _open(self) -> None:
         """Where thinking is split off, the answer begins with it, the opening tag in the prompt perhaps; or with none, which
         only its end shows."""
-        begun = self._held.lstrip()
-        for opening, closing in THOUGHTS:
-            if begun.startswith(opening):
-                self._held, self._end_tag, self._state = begun[len(opening) :], closing, "thinking"
-                return
-            if closing in self._held:
-                self._end_tag, self._state = closing, "thinking"
-                return
+        found = thought(self._held)
+        if found is not None:
+            start, self._end_tag = found
+            self._held, self._state = self._held[start:], "thinking"
 
     def _think(self) -> None:
         head, found, rest = self._held.partition(self._end_tag)
@@ -136,7 +132,7 @@ class Spoken:
         held = self._held
         if self._split and not self.text:
             held = held.lstrip("\n")
-        if self._beginning == "{" and not self.text.strip() and held.lstrip()[:1] in ("", "{"):
+        if self._beginning == "{" and not self.text and _may_be_json(held):
             self._held = held
             return
         marks = (self._beginning,) if self._beginning not in ("", "{") else ()
@@ -150,3 +146,21 @@ class Spoken:
             self.text += sure
             self._show("text", sure)
         self._held = held[len(sure) :]
+
+
+def goes_on(shown: str, read: str) -> str:
+    """What was answered of one kind, `shown` being what a stream has shown of it and `read` what the end made of it.
+
+    Space in front may have been shown before there was a call to drop it for. Anything else is an answer that is read in
+    two ways, because its engine told one and returned another, say: what the program was shown is then what it was answered.
+    """
+    if read.startswith(shown):
+        return read
+    spaced = shown[: len(shown) - len(shown.lstrip())] + read
+    return spaced if spaced.startswith(shown) else shown
+
+
+def _may_be_json(text: str) -> bool:
+    """Whether Llama's calls may begin with this, which is the beginning of an answer."""
+    bare = text.replace(PYTHON_TAG, "").lstrip()
+    return bare.startswith("{") or PYTHON_TAG.startswith(bare)
