@@ -9,6 +9,8 @@ import pytest
 from fake_server import COMPLETIONS, GENERATE, FakeServer, Say
 from test_http_generate import engine_on, request
 
+from paceline.engines.http.link import LinkLost
+from paceline.engines.http.streams import Heard
 from paceline.errors import EngineError
 from paceline.ports import GenerateReply
 
@@ -70,7 +72,10 @@ async def test_a_stream_that_breaks_before_its_first_token_is_asked_for_again() 
     [
         ({"token_ids": [5], "logprobs": None}, "1 token ids and 0 logprobs after 0 tokens"),
         ({"token_ids": [5, 6], "logprobs": {"content": [{"logprob": -1.0}]}}, "2 token ids and 1 logprobs"),
+        ({"token_ids": [], "logprobs": {"token_logprobs": [-1.0]}}, "0 token ids and 1 logprobs"),
         ({"token_ids": "five"}, "stream cannot be read"),
+        ({"text": "hello"}, "did not return token ids: it must honour `return_token_ids`"),
+        ({"logprobs": {"content": [{"logprob": -1.0}]}}, "did not return token ids"),
     ],
 )
 async def test_s27_a_part_that_is_not_token_exact_is_refused_by_name(
@@ -82,6 +87,35 @@ async def test_s27_a_part_that_is_not_token_exact_is_refused_by_name(
         fake.say(GENERATE, Say(body=raw, headers={"Content-Type": "text/event-stream"}))
         with pytest.raises(EngineError, match=why):
             await engine.generate(request(tell=lambda ids: None))
+
+
+@pytest.mark.parametrize("ids", [None, []])
+async def test_a_stream_that_never_names_ids_is_no_empty_answer(ids: list[int] | None) -> None:
+    def reply(body: object) -> dict[str, object]:
+        return {"choices": [{"token_ids": ids, "finish_reason": "stop"}]}
+
+    async with FakeServer() as fake, engine_on(fake) as engine:
+        raw = b"data: " + json.dumps(reply(None)).encode() + b"\n\ndata: [DONE]\n\n"
+        fake.streams = False
+        fake.say(GENERATE, Say(body=raw, headers={"Content-Type": "text/event-stream"}))
+        asked = engine.generate(request(tell=lambda ids: None))
+        if ids is None:
+            with pytest.raises(EngineError, match="did not return token ids"):
+                await asked
+        else:
+            assert (await asked).finish == "stop"
+
+
+@pytest.mark.parametrize(
+    "said", [{"message": "out of\nmemory " + 5000 * "x"}, "out of\nmemory " + 5000 * "x"]
+)
+def test_what_a_server_says_as_it_breaks_a_stream_off_is_told_in_one_short_line(said: object) -> None:
+    heard = Heard(lambda ids: None, spans=True)
+    with pytest.raises(LinkLost) as lost:
+        heard.take(json.dumps({"error": said}).encode())
+    text = str(lost.value)
+    assert text.startswith("it broke the stream off: out of memory xxx")
+    assert len(text) < 300
 
 
 async def test_s89_an_impossible_logprob_of_a_stream_is_an_error_with_its_position() -> None:

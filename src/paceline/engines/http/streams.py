@@ -12,13 +12,28 @@ import msgspec
 
 from paceline.domain.ids import Version
 from paceline.engines.http.link import LinkLost
-from paceline.engines.http.wire import Choice, Content, Reply, Span, Usage, exact, excerpt
+from paceline.engines.http.wire import (
+    NO_IDS,
+    Choice,
+    Content,
+    Reply,
+    Span,
+    Usage,
+    error_text,
+    exact,
+    excerpt,
+    logprobs_of,
+)
 from paceline.errors import EngineError
 from paceline.ports import GenerateReply
 
 
+class _Piece(Choice, frozen=True, gc=False):
+    text: str | None = None
+
+
 class _Part(msgspec.Struct, frozen=True, gc=False):
-    choices: list[Choice] = []
+    choices: list[_Piece] = []
     usage: Usage | None = None
     error: Any = None
 
@@ -33,7 +48,8 @@ class Heard:
         """`spans`: as `wire.decode` has it."""
         self._tell = tell
         self._spans = spans
-        self._ids: list[int] = []
+        self._ids: list[int] | None = None
+        """None until a part has had a list of them: a stream that never has is no empty answer."""
         self._logprobs: list[float | None] = []
         self._runs: list[Span] | None = None
         self._finish: str | None = None
@@ -44,7 +60,7 @@ class Heard:
 
     @property
     def tokens(self) -> int:
-        return len(self._ids)
+        return len(self._ids or ())
 
     def take(self, data: bytes) -> None:
         """One event. LinkLost when the server says that it breaks off; EngineError for what cannot be read."""
@@ -58,30 +74,31 @@ class Heard:
                 f"the engine's stream cannot be read: {error} (it says {excerpt(data)!r})"
             ) from None
         if part.error is not None:
-            said = part.error.get("message") if isinstance(part.error, dict) else part.error
-            raise LinkLost(f"it broke the stream off: {said}", arrived=True)
+            raise LinkLost(f"it broke the stream off: {error_text(data)}", arrived=True)
         self._usage = part.usage or self._usage
         if part.choices:
             self._choice(part.choices[0])
 
-    def _choice(self, choice: Choice) -> None:
-        ids, given = choice.token_ids, choice.logprobs
+    def _choice(self, choice: _Piece) -> None:
+        ids, values = choice.token_ids, logprobs_of(choice)
         self._finish = choice.finish_reason or self._finish
         self._runs = choice.weight_versions or self._runs
         if choice.stop_reason is not None:
             self._stop_reason = choice.stop_reason
-        if not ids:
+        if ids is None:
+            if choice.text or values:
+                raise EngineError(NO_IDS)
             return
-        values: Sequence[float | None] | None = None
-        if given is not None:
-            values = given.token_logprobs if given.content is None else [one.logprob for one in given.content]
-        if values is None or len(values) != len(ids):
+        if len(values or ()) != len(ids):
             raise EngineError(
                 f"the engine's stream gave {len(ids)} token ids and {len(values or ())} logprobs after {self.tokens} tokens"
             )
+        if self._ids is None:
+            self._ids = []
         self._ids += ids
-        self._logprobs += values
-        self._tell(ids)
+        self._logprobs += values or ()
+        if ids:
+            self._tell(ids)
 
     def whole(self, known: Version) -> GenerateReply:
         """The reply. LinkLost when the stream ended before it was whole; EngineError as `wire.decode`."""

@@ -29,6 +29,10 @@ _LOWEST = -9990.0
 _HIGHEST = 1e-3
 """Rounding in bfloat16 lets a logprob of zero come out a little above it."""
 _FINISHES: dict[str | None, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
+NO_IDS = (
+    "the engine did not return token ids: it must honour `return_token_ids` (vLLM 0.10.2 or later), or "
+    f"serve {GENERATE} (start it with --enable-scale-out)"
+)
 _LABEL = re.compile(r"v(\d+)")
 
 
@@ -203,15 +207,8 @@ def label_of(version: Version) -> str:
 def _sampled(choice: Choice) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     ids = choice.token_ids
     if ids is None:
-        raise EngineError(
-            "the engine did not return token ids: it must honour `return_token_ids` (vLLM 0.10.2 or later), or "
-            f"serve {GENERATE} (start it with --enable-scale-out)"
-        )
-    given = choice.logprobs
-    values: Sequence[float | None] | None = None
-    if given is not None:
-        content = given.content
-        values = given.token_logprobs if content is None else [entry.logprob for entry in content]
+        raise EngineError(NO_IDS)
+    values = logprobs_of(choice)
     if values is None:
         if ids:
             raise EngineError(
@@ -220,6 +217,14 @@ def _sampled(choice: Choice) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
             )
         values = ()
     return checked(ids, values)
+
+
+def logprobs_of(choice: Choice) -> Sequence[float | None] | None:
+    """Those of its tokens, whichever of the two forms they come in; None if it has none."""
+    given = choice.logprobs
+    if given is None:
+        return None
+    return given.token_logprobs if given.content is None else [entry.logprob for entry in given.content]
 
 
 def checked(
