@@ -117,7 +117,7 @@ async def test_a_file_of_zeros_that_is_longer_than_a_header_held_what_was_durabl
     zeroed(log, [(0, log.stat().st_size)])
     with pytest.raises(WireError, match="is no journal file: it begins with"):
         list(read_journal(tmp_path))
-    with pytest.raises(WireError, match="move .* aside"):
+    with pytest.raises(WireError, match=r"move .* aside"):
         read_back(tmp_path, EMPTY, {})
     with pytest.raises(WireError, match="is no journal file"):
         journal(tmp_path)

@@ -297,24 +297,29 @@ class Core:
         if refused and listed:
             result, listed = self._refuse(result, refused), 0
         self._forget(result.group)
+        if self._draining is not None and not listed and self._begins_again(group, result):
+            return True  # as a whole: nothing of it is put off as well
         if self._hears_endings is not None:
             self._hears_endings.group_processed(group, result)
-        if self._draining is None:
-            if note := self.dead.add(result, env, event.error or refused or None):
-                self._out.say(note)
-        elif not listed and (group.closed_unlaunched or any(v.fate == "cancelled" for v in result.verdicts)):
-            self._begin_again(group, result)
+        if self._draining is None and (note := self.dead.add(result, env, event.error or refused or None)):
+            self._out.say(note)
         return True
 
-    def _begin_again(self, group: OpenGroup, result: GroupResult) -> None:
-        """The end cut a group short: it says nothing about the task, which a resumed run begins again."""
+    def _begins_again(self, group: OpenGroup, result: GroupResult) -> bool:
+        """Whether the end cut a group short that brought nothing: it says nothing about the task, which a resumed run begins
+        again."""
+        if not group.closed_unlaunched and all(v.fate != "cancelled" for v in result.verdicts):
+            return False
         if any(verdict.rollout.group != group.id for verdict in result.verdicts):
-            return  # it was split from another, whose members have told what they could
+            return False  # it was split from another, whose members have told what they could
+        if any(kept.task == group.task for kept in self.kept.values()):
+            return False  # the policy had put the task off before the end came
         if (kept := group.put_off) is None:
             self._cut_short.append(group.task)
         else:
             self.launcher.kept[kept.number] = kept
         self._out.say(do.NoteRedraw(group.task, 0 if kept is None else kept.number))
+        return True
 
     def _refuse(self, result: GroupResult, why: str) -> GroupResult:
         """Throw a group away that is listed; the result as it then stands, for whoever hears of it after the gates."""

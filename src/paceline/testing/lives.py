@@ -45,8 +45,11 @@ def check_records(records: Sequence[Record], world: World) -> None:
     skipped: set[TaskRef] = set()
     cut_short: Counter[Origin] = Counter()
     """Those that the end of a life stopped."""
+    comes_back: dict[Origin, TaskRef] = {}
+    """What was put off, or begins again, and has not been opened since: its task."""
     has: Counter[RolloutId] = Counter()
     to_go_on: set[RolloutId] = set()
+    origin: Origin
     for record in records:
         event = record.event
         if isinstance(event, on.RunOpened):
@@ -71,8 +74,14 @@ def check_records(records: Sequence[Record], world: World) -> None:
             processed[event.result.group] += 1
             queued.update(v.rollout for v in event.result.verdicts if v.fate == "queued")
         for command in record.commands:
+            if isinstance(command, do.NoteOpened | do.StartRollout):
+                comes_back.pop(command.put_off or command.task, None)
+            elif isinstance(command, do.PutOff | do.NoteRedraw):
+                _rule(command.task not in comes_back.values(), "comes back twice", command)
+                origin = command.number if isinstance(command, do.PutOff) else command.put_off or command.task
+                comes_back[origin] = command.task
             if isinstance(command, do.NoteOpened):
-                origin: Origin = command.put_off or command.task
+                origin = command.put_off or command.task
                 opened.setdefault(origin, {})[command.group] = None
             elif isinstance(command, do.NoteRedraw):
                 cut_short[command.put_off or command.task] += 1

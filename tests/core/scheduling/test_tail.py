@@ -7,6 +7,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
+import msgspec
 import pytest
 from policies import Kind, setup_of
 
@@ -21,7 +22,10 @@ from paceline.domain.ids import RolloutId
 from paceline.domain.rollout import Outcome
 from paceline.domain.task import TaskRef
 from paceline.observe.run import RunFolds
-from paceline.testing import Invariants, Plan, Script, World, train_env
+from paceline.testing import Invariants, Plan, Script, World, setup_for, train_env
+from paceline.testing.lives import Record, check_records
+from paceline.testing.policies import POLICIES
+from paceline.testing.storm import Storm
 
 
 def length(noise: int) -> int:
@@ -297,6 +301,40 @@ def test_a_group_that_is_late_as_a_whole_comes_back_as_a_whole() -> None:
     assert account.rollouts["shipped"] == sum(len(b.rollouts) for b in world.trace.batches)
     puts = [c for _, _, cs in world.trace.journal for c in cs if isinstance(c, do.PutOff)]
     assert all(put.size == 4 and len(put.references) == 1 for put in puts)
+
+
+def test_a_shutdown_begins_a_task_again_or_keeps_its_late_members_but_never_both() -> None:
+    def plan(rollout: RolloutId, _task: TaskRef) -> Plan:
+        return Plan(((0.0, 20.0 if rollout.member < 2 else 40.0),), 20, reward=float(rollout.member))
+
+    setup = setup_for(
+        train_env(tasks=4, epochs=1, group_size=4), batch=8, lag=0, max_staleness=0, max_steps=10, seq_len=512
+    )
+    world = World(
+        setup,
+        Script(plan=plan),
+        cap=64,
+        scheduling=UnbiasedTail(9, "pinned"),
+        algorithm=builtin("rloo", {}),
+    )
+    world.at(12.0, world.shut_down)
+    trace = world.run()
+    assert [c.task.index for c in trace.commands(do.NoteRedraw)] == [0, 1]
+    assert [r.outcome.cause for r in trace.ended if r.id.member < 2] == ["deferred"] * 4, (
+        "two were late in each"
+    )
+    assert not trace.commands(do.PutOff)
+    check_records([Record(at, event, tuple(commands)) for at, event, commands in trace.journal], world)
+
+
+def test_a_round_that_ends_puts_off_no_group_twice_that_closes_because_of_it() -> None:
+    storm = Storm(16, 60)
+    kind = POLICIES["tail_rounds"]
+    storm.policy = "tail_rounds"
+    storm.setup = msgspec.structs.replace(
+        storm.setup, lag=kind.lag, max_staleness=kind.max_staleness, whole_groups=frozenset()
+    )
+    storm.run()
 
 
 def test_a_learnt_cut_off_makes_rounds_short() -> None:

@@ -77,12 +77,14 @@ class TailRounds(Rounds):
 
     def batch_cut(self) -> None:
         desk = self.desk
+        closed = [
+            g for g in desk.processing.values() if g.step <= desk.cut
+        ]  # before others close by being stopped
         for group in [g for g in desk.groups.groups() if g.task.split == "train"]:
             self._put_off(group.task, group.needs)
             self._stop(group, _LATE)
-        for group in desk.processing.values():
-            if group.step <= desk.cut:
-                self._put_off(group.task, group.needs)
+        for group in closed:
+            self._put_off(group.task, group.needs)
         left: dict[GroupId, list[RolloutId]] = {}
         for rollout in desk.list.waiting():
             left.setdefault(rollout.group, []).append(rollout)
