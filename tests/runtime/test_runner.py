@@ -30,7 +30,7 @@ from paceline.envs import (
     RolloutTruncated,
     SingleTurnEnv,
 )
-from paceline.errors import EngineError, EnvError
+from paceline.errors import EngineError, EngineUnavailable, EnvError
 from paceline.ports import GenerateReply, GenerateRequest
 from paceline.runtime.model import EMPTY_ABORTS, LONG_TEXT, EnvRuntime
 from paceline.runtime.runner import RolloutRunner
@@ -870,6 +870,24 @@ def test_a_turn_goes_on_after_an_abort_that_nobody_asked_for() -> None:
     assert [r.sampling.max_tokens for r in engine.requests] == [10, 8, 8]
     first, _, last = (r.token_ids.tolist() for r in engine.requests)
     assert last == [*first, 5, 6]
+
+
+def test_what_a_request_told_before_its_engine_failed_counts_for_no_later_request() -> None:
+    told: list[int] = []
+
+    def tells_and_fails(request: GenerateRequest) -> Exception:
+        assert request.tell is not None
+        request.tell([5, 6])
+        return EngineUnavailable("engine e0: gone")
+
+    async def rollout(model: Any, ctx: Context) -> Result:
+        await model.complete([user("x")], tell=told.extend)
+        return Result(1.0)
+
+    world = World(rollout, Script(tells_and_fails, reply([7, 8, 9, END])))
+    (turn,) = world.run().turns
+    assert turn.sampled_ids.tolist() == [7, 8, 9, END]
+    assert told == [5, 6, 7, 8, 9, END]
 
 
 def test_versions_of_segments_under_one_version_are_one_run() -> None:

@@ -486,6 +486,7 @@ class ModelCalls:
             None if call.tell is None else call.hear,
         )
         call.segments += 1
+        call.heard = 0
         model_s = self.model_s
         reply = await self._generate(grant, request)
         recorder.segment(reply.token_ids, reply.logprobs, reply.versions, reply.cached_tokens)
@@ -739,7 +740,6 @@ class _Call:
         """The request has ended with these."""
         if self.tell is not None and len(ids) > self.heard:
             self.tell(ids[self.heard :].tolist())
-        self.heard = 0
 
 
 def check_reply(reply: GenerateReply, max_tokens: int) -> GenerateReply:
