@@ -16,6 +16,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 pytest.importorskip("torch", reason="needs the train extra")
@@ -388,6 +389,36 @@ async def test_with_a_token_every_request_but_a_health_check_needs_it(model_of: 
                     assert reply.status == status
     finally:
         assert await asyncio.to_thread(engine.stop) == 0
+
+
+async def test_a_stream_whose_client_hangs_up_ends_when_its_request_has(model_of: ModelMaker) -> None:
+    left: list[set[str]] = []
+    ended = asyncio.Event()
+
+    @web.middleware
+    async def watch(http: web.Request, handler: Any) -> Any:
+        try:
+            return await handler(http)
+        finally:
+            tasks = [task.get_coro() for task in asyncio.all_tasks()]
+            left.append({coro.__qualname__ for coro in tasks if coro is not None} & {"Server._run"})
+            ended.set()
+
+    server = Server(Engine(EngineOptions(model=model_of(), kv_tokens=KV_TOKENS, max_model_len=500)))
+    app = server.app()
+    app.middlewares.insert(0, watch)
+    try:
+        async with TestClient(TestServer(app)) as client:
+            params = {"max_tokens": 480, "logprobs": 0, "ignore_eos": True}
+            body = {"token_ids": prompt_of(5), "sampling_params": params, "stream": True}
+            async with client.post("/inference/v1/generate", json=body) as reply:
+                assert (await reply.content.readline()).startswith(b"data: ")
+                reply.close()
+            async with asyncio.timeout(20):
+                await ended.wait()
+            assert left == [set()]
+    finally:
+        await asyncio.to_thread(server.thread.stop)
 
 
 async def test_an_engine_that_fails_answers_what_was_in_flight_and_is_no_longer_healthy(

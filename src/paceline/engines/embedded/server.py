@@ -223,7 +223,10 @@ class Server:
             await stream.write_eof()
             return stream
         finally:
-            running.cancel()  # nothing, if it is done
+            # Nothing, if it is done. No task group: it would wrap what is refused, and a connection that broke, in an error
+            # of its own. What ended the stream is on its way up already.
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
 
     def _spans(self, done: Request) -> list[dict[str, Any]]:
         return [
