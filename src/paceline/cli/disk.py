@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from paceline.errors import is_full
 from paceline.journal.files import FOLDERS
 from paceline.transport.layout import BATCHES, WEIGHTS
 
@@ -19,6 +21,9 @@ _PARTS = {
     "checkpoints": "checkpoints",
 }
 _EVERY_S = 10.0
+_LITTLE = 2**20
+"""Bytes free below which it is tried whether anything can be written at all; some may write more than what is free to all."""
+_PROBE = ".room"
 
 
 class DiskUse(NamedTuple):
@@ -66,6 +71,24 @@ def _size(nbytes: float) -> str:
     return f"{nbytes:.3g} TB"
 
 
+def no_room(run_dir: Path) -> str:
+    """Why nothing can be written into the run directory for want of room; empty where something can."""
+    if shutil.disk_usage(run_dir).free >= _LITTLE:
+        return ""
+    probe = run_dir / _PROBE
+    try:
+        with probe.open("wb", buffering=0) as file:
+            file.write(bytes(65536))
+            os.fsync(file.fileno())
+    except OSError as error:
+        if is_full(error):
+            return str(error)
+        raise
+    finally:
+        probe.unlink(missing_ok=True)
+    return ""
+
+
 class DiskMeter:
     """Looks now and then, off the loop: a file server may take its time over it."""
 
@@ -73,13 +96,20 @@ class DiskMeter:
         self._run_dir = run_dir
         self.latest: DiskUse | None = None
 
-    async def run(self) -> None:
-        """Never ends by itself."""
+    async def run(self, room: Callable[[str], None]) -> None:
+        """Never ends by itself. `room` is told why nothing can be written, and with an empty text when something can again:
+        those in other processes who wait for room say nothing, and whoever waits for them has nothing to write."""
+        missing = ""
         while True:
             try:
                 self.latest = await asyncio.to_thread(disk_use, self._run_dir)
+                now = await asyncio.to_thread(no_room, self._run_dir)
             except OSError:
                 self.latest = None  # whoever has to write there will say what is wrong
+            else:
+                if bool(now) != bool(missing):
+                    room(now)
+                missing = now
             await asyncio.sleep(_EVERY_S)
 
     def values(self) -> dict[str, float]:
