@@ -107,6 +107,17 @@ def test_the_run_ends_too_when_all_others_have_run_out_of_tasks() -> None:
     assert world.now < 20.0 + 600.0 + LONGEST_S + 60.0
 
 
+def test_the_run_goes_on_while_another_has_members_to_start_though_no_tasks_and_none_under_way() -> None:
+    slow = train_env("slow", tasks=2, epochs=1, group_size=4, tasks_per_minute=6.0)
+    setup = setup_for(train_env("sandbox", group_size=4), slow, batch=8, max_steps=60)
+    world, run = outage(msgspec.structs.replace(setup, outage_s=20.0), 0.0, 1e9)
+    with pytest.raises(NoProgressError, match=r"longer than run\.outage_s 20"):
+        run()
+    slow_starts = [at for at, c in launches(world.trace) if c.task.env == "slow"]
+    assert len(slow_starts) == 8, "one each ten seconds"
+    assert world.now > slow_starts[-1]
+
+
 def continued(setup: CoreSetup, plan: Callable[[RolloutId, TaskRef], Plan]) -> Trace:
     """A life that goes on with twelve rollouts of the one before, all of which had heard no answer."""
     long = World(setup, Script(plan=lambda _rollout, _task: Plan(((0.0, 1e6),))), cap=12)

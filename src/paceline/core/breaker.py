@@ -59,7 +59,7 @@ class Breakers:
         self, envs: Collection[EnvName], patience_s: float, works: Callable[[EnvName], bool]
     ) -> None:
         """`envs`: training environments; `patience_s`: how long all of them together may be out; `works`: whether one has tasks
-        to draw, or rollouts under way. One that has neither brings nothing, in or out."""
+        to draw, or rollouts under way or to be started. One that has none of these brings nothing, in or out."""
         self._envs = tuple(envs)
         self._works = works
         self._patience_s = patience_s

@@ -329,7 +329,12 @@ class Launcher:
 
     def _brings(self, env: EnvName) -> bool:
         """Whether an environment may yet bring something."""
-        return not self.curriculum.samplers[env].exhausted or self._flights.of_env.get(env, 0) > 0
+        return (
+            not self.curriculum.samplers[env].exhausted
+            or self._flights.of_env.get(env, 0) > 0
+            or bool(self._launchable[env])
+            or any(kept.task.env == env for kept in self.kept.values())
+        )
 
     def _ask_again(self, at: float, reason: str) -> None:
         # One alarm is enough: what it cannot start yet asks again. Without the test, two limited environments would

@@ -25,8 +25,11 @@ def ends_within(seconds: float, place: Callable[[FrameType | None], str]) -> Ite
         yield
         return
     rang: list[str] = []
+    done = False
 
     def ring(number: int, frame: FrameType | None) -> None:
+        if done:
+            return  # between the block's end and the alarm's: nobody is there to catch it
         rang.append(place(frame))
         raise _Alarm
 
@@ -34,7 +37,10 @@ def ends_within(seconds: float, place: Callable[[FrameType | None], str]) -> Ite
     # Again and again: what is raised once may be caught by the very code that does not end.
     left, every = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     try:
-        yield
+        try:
+            yield
+        finally:
+            done = True
     except _Alarm:
         pass
     finally:
