@@ -17,16 +17,34 @@ SHOWN = {
     "runtime/gateway/session.py": {"time.time"},
     "tokens/tokenizer.py": {"datetime.now"},
 }
-"""Where the time of day is shown to somebody: at the foot of a report, in `status.json` (`started`, `ended`), in an answer's `created`, to a chat template."""
+"""Where the time of day is shown to somebody: at the foot of a report, in `status.json`, in an answer's `created`, to a
+chat template."""
+
+
+def names(node: ast.AST) -> set[str]:
+    """What it reads, or imports to be read, by its last two names and by its last."""
+    if isinstance(node, ast.ImportFrom):
+        module = (node.module or "").rpartition(".")[2]
+        return {name for alias in node.names for name in (f"{module}.{alias.name}", alias.name)}
+    if isinstance(node, ast.Attribute):
+        base = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
+        return {f"{base}.{node.attr}", node.attr}
+    return set()
+
+
+def test_both_ways_to_ask_for_it_are_seen() -> None:
+    for source in (
+        "from time import time as now",
+        "import time; time.time()",
+        "from os.path import getmtime",
+    ):
+        assert any(names(node) & WALL for node in ast.walk(ast.parse(source))), source
 
 
 def test_only_what_is_shown_to_somebody_asks_for_the_time_of_day() -> None:
     found: dict[str, set[str]] = {}
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Attribute):
-                continue
-            base = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
-            for name in {f"{base}.{node.attr}", node.attr} & WALL:
+            for name in names(node) & WALL:
                 found.setdefault(str(path.relative_to(SOURCE)), set()).add(name)
     assert found == SHOWN

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 from pathlib import Path
 
 import pytest
 
-from paceline.cli.run import forgiven
+from paceline.cli.run import add_arguments, forgiven
 from paceline.cli.rundir import existing_run_dir, keep_config, mend_status
 from paceline.config import RunConfig
 from paceline.domain.events import RunOpened
@@ -85,13 +86,20 @@ def test_the_config_of_each_life_is_kept(tmp_path: Path) -> None:
     assert (tmp_path / "config.toml").read_text() == "third"
 
 
+def test_a_config_behind_forgive_is_no_environment() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    args = parser.parse_args(["--resume", "r", "--forgive", "a", "--forgive", "b", "run.toml"])
+    assert (args.forgive, args.config) == (["a", "b"], [Path("run.toml")])
+
+
 def test_only_environments_that_are_there_are_forgiven_and_only_by_a_run_that_goes_on() -> None:
     envs = [{"id": "reverse-text"}, {"id": "reverse-text", "name": "b"}]
     config = RunConfig.model_validate({"model": {"name": "m"}, "env": envs})
     assert forgiven(config, None, None) == ()
-    assert forgiven(config, "", []) == ("reverse-text", "b")
+    assert forgiven(config, "", ["all"]) == ("reverse-text", "b")
     assert forgiven(config, "run", ["b"]) == ("b",)
     with pytest.raises(ConfigError, match="--forgive: there is no environment 'c', only 'reverse-text', 'b'"):
         forgiven(config, "", ["c"])
     with pytest.raises(ConfigError, match="add --resume"):
-        forgiven(config, None, [])
+        forgiven(config, None, ["all"])

@@ -53,9 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--forgive",
-        nargs="*",
+        action="append",
         metavar="ENV",
-        help="with --resume: draw the tasks of ENV again that are in quarantine; without ENV, those of all environments",
+        help="with --resume: draw the tasks of ENV again that are in quarantine; `all` for those of all environments; "
+        "may be given several times",
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything a run needs, start nothing")
     parser.add_argument("--summary", choices=["json"], help="end the output with one line of JSON")
@@ -92,12 +93,14 @@ def forgiven(config: RunConfig, resume: str | None, names: list[str] | None) -> 
             "--forgive is of a run that goes on, and this one begins: add --resume, or leave it out"
         )
     known = [env.label for env in config.env]
+    if names == ["all"] and "all" not in known:
+        return tuple(known)
     for name in names:
         if name not in known:
             raise ConfigError(
-                f"--forgive: there is no environment {name!r}, only {', '.join(map(repr, known))}"
+                f"--forgive: there is no environment {name!r}, only {', '.join(map(repr, known))}; or `all`, alone"
             )
-    return tuple(names or known)
+    return tuple(names)
 
 
 def check(loaded: Loaded[RunConfig]) -> None:
