@@ -12,8 +12,11 @@ from paceline.core.admission import FixedCap
 from paceline.core.advantages import builtin
 from paceline.core.recovery import EMPTY, Recovery
 from paceline.core.scheduler import Core
+from paceline.domain import commands as do
+from paceline.domain import events as on
 from paceline.domain.ids import RolloutId
 from paceline.domain.rollout import Outcome, Rollout
+from paceline.domain.task import TaskRef
 from paceline.journal.lines import Line, Restorer, line_of
 from paceline.testing import Invariants, Plan, Script, World, alternating, chaos, setup_for, train_env
 from paceline.testing.policies import POLICIES
@@ -215,3 +218,9 @@ def test_the_end_of_the_orchestrator_costs_a_member_none_of_its_attempts(
         for member in (0, 1)
         for attempt, ending in ((1, "failed"), (2, "failed"), (3, "completed"))
     }
+
+
+def test_a_task_begins_again_though_its_environment_is_not_in_the_checkpoint() -> None:
+    recovery = Recovery(EMPTY)
+    recovery.apply(0, 0.0, on.TimerFired(), (do.NoteRedraw(TaskRef("a", "train", 3, 1)),))
+    assert recovery.state({}, {})["curriculum"]["envs"]["a"]["redraw"] == [(3, 1)]

@@ -348,7 +348,7 @@ class Recovery:
     def _begins_again(self, command: do.NoteRedraw) -> None:
         """Said of the group that has just been processed."""
         if not command.put_off:
-            self._envs[command.task.env]["redraw"].append((command.task.index, command.task.epoch))
+            self._drawn_of(command.task.env)["redraw"].append((command.task.index, command.task.epoch))
         elif (kept := self._closed_kept) is not None and kept.number == command.put_off:
             self._kept[kept.number] = kept
 
