@@ -116,9 +116,9 @@ class Assembly:
     ) -> None:
         """`status` gets the run's end before the children are closed: the trainer ends, and saves, by it.
 
-        `earlier` says what the journal already holds, `config_number` by which number the run directory keeps `config`. `lock_fd` is what the children hold open as long as they live.
-        `may_exit`: this process is the run's own, and is ended when the run does not stop in time; else stopping
-        takes as long as the slowest part.
+        `earlier` says what the journal already holds, `config_number` by which number the run directory keeps `config`.
+        `lock_fd` is what the children hold open as long as they live. `may_exit`: this process is the run's own, and is
+        ended when the run does not stop in time; else stopping takes as long as the slowest part.
         """
         self.config = config
         self.run_dir = run_dir

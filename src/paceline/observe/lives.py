@@ -78,7 +78,7 @@ class Life:
         "tokens",
         "turns",
         "version",
-    )  # fmt: skip
+    )
 
     def __init__(self, at: float, start: StartRollout) -> None:
         self.id: RolloutId = start.rollout
