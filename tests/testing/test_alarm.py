@@ -35,3 +35,20 @@ def test_an_alarm_behind_the_end_of_the_block_is_none(monkeypatch: pytest.Monkey
     with ends_within(60.0, lambda _: ""):
         pass
     assert len(ring) == 2
+
+
+def _breaks_of_it() -> None:
+    try:
+        _runs_on()
+    except BaseException as caught:
+        raise RuntimeError("every task waits, and no timer is set") from caught
+
+
+def test_what_breaks_because_the_alarm_was_caught_on_its_way_is_no_other_error() -> None:
+    with pytest.raises(StillRunning, match="it ran for"), ends_within(0.05, lambda _: ""):
+        _breaks_of_it()
+
+
+def test_an_error_before_the_alarm_is_that_error() -> None:
+    with pytest.raises(RuntimeError, match="mine"), ends_within(5.0, lambda _: ""):
+        raise RuntimeError("mine")
