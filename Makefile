@@ -34,7 +34,7 @@ demo-tools: setup  ## the same with a tool: the policy asks a database, in a wor
 	$(BIN)/paceline run examples/store-search/run.toml $(ARGS)
 
 test: setup  ## all tests
-	$(BIN)/pytest -n $(JOBS) $(ARGS)
+	$(BIN)/pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 test-fast: setup  ## the tests that need no model
 	$(BIN)/pytest -n $(JOBS) -m "not torch and not demo and not browser and not vllm" $(ARGS)
