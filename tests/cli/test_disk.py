@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import errno
 import os
-import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +50,14 @@ def test_it_is_told_by_what_it_is_and_without_what_may_not_be_looked_at(
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("NOT TRIED: a real full disk, because this user may not mount a small file system")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
+def small_disk(small_file_system: Callable[[str], Path]) -> Path:
+    return small_file_system("3m")
+
+
+def fill(place: Path) -> None:
+    with place.open("ab", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
 
 
 async def test_a_disk_that_fills_up_is_noticed_although_this_process_writes_nothing(
@@ -73,13 +70,28 @@ async def test_a_disk_that_fills_up_is_noticed_although_this_process_writes_noth
     other.write_bytes(bytes(5 * 2**19))  # half a megabyte is left: something can be written
     await asyncio.sleep(0.1)
     assert heard.empty()
-    with other.open("ab", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(4096))
+    fill(other)
     assert os.strerror(errno.ENOSPC) in await asyncio.wait_for(heard.get(), 10)
     other.unlink()
     assert await asyncio.wait_for(heard.get(), 10) == ""
     assert os.listdir(small_disk) == []
+    meter.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await meter
+
+
+async def test_a_disk_that_has_room_again_is_noticed_long_before_the_next_look(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "_EVERY_S", 3600.0)
+    monkeypatch.setattr(disk, "RETRY_S", 0.01)
+    heard: asyncio.Queue[str] = asyncio.Queue()
+    other = small_disk / "other"
+    fill(other)
+    meter = asyncio.create_task(disk.DiskMeter(small_disk).run(heard.put_nowait))
+    assert await asyncio.wait_for(heard.get(), 10)
+    other.unlink()
+    assert await asyncio.wait_for(heard.get(), 10) == ""
     meter.cancel()
     with pytest.raises(asyncio.CancelledError):
         await meter

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from paceline.errors import is_full
 from paceline.journal.files import FOLDERS
+from paceline.runtime.room import RETRY_S
 from paceline.transport.layout import BATCHES, WEIGHTS
 
 _PARTS = {
@@ -72,9 +73,7 @@ def _size(nbytes: float) -> str:
 
 
 def no_room(run_dir: Path) -> str:
-    """Why nothing can be written into the run directory for want of room; empty where something can."""
-    if shutil.disk_usage(run_dir).free >= _LITTLE:
-        return ""
+    """Why nothing can be written into the run directory for want of room; empty where something can. Tries it."""
     probe = run_dir / _PROBE
     try:
         with probe.open("wb", buffering=0) as file:
@@ -102,15 +101,19 @@ class DiskMeter:
         missing = ""
         while True:
             try:
-                self.latest = await asyncio.to_thread(disk_use, self._run_dir)
-                now = await asyncio.to_thread(no_room, self._run_dir)
+                self.latest, now = await asyncio.to_thread(self._look)
             except OSError:
                 self.latest = None  # whoever has to write there will say what is wrong
             else:
                 if bool(now) != bool(missing):
                     room(now)
                 missing = now
-            await asyncio.sleep(_EVERY_S)
+            # While nothing can be written, a clock runs that may end the run: it must not run on when there is room again.
+            await asyncio.sleep(min(_EVERY_S, RETRY_S) if missing else _EVERY_S)
+
+    def _look(self) -> tuple[DiskUse, str]:
+        use = disk_use(self._run_dir)
+        return use, no_room(self._run_dir) if use.free < _LITTLE else ""
 
     def values(self) -> dict[str, float]:
         """The latest as metrics; none before the first."""
