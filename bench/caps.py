@@ -11,7 +11,6 @@ not the best that knowing it could do: rollouts begun in one stretch run into th
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -20,13 +19,13 @@ from typing import Any, NamedTuple
 from bench._clairvoyant import ScheduledCap
 from bench._concur import ConcurCap
 from bench._programs import ProgramCap
-from bench.admission import SWEEP
+from bench.admission import RAMP_S, SWEEP, ramp_s
 from paceline.core.admission import Admission
-from paceline.sim.cells import Point, run_cell
+from paceline.sim.cells import run_cell
 from paceline.sim.study import StudyConfig, load_study
 
 STUDIES = Path(__file__).parents[1] / "examples" / "studies"
-SECONDS, RAMP_S, LOOK_S = 7200.0, 600.0, 30.0
+SECONDS, LOOK_S = 7200.0, 30.0
 GUIDED = ("predictive", "adaptive", "adaptive, begun there", "concur", "programs")
 """Beside fixed caps. `adaptive, begun there` begins with the best of them, which nobody knows beforehand."""
 
@@ -94,16 +93,6 @@ def measure(job: Job) -> Seen:
     cell = run_cell(study, study.policy[0], study.workload[0], job.seed, admission=baseline(job))
     numbers = cell.numbers
     return Seen(numbers["ended_per_s"], numbers["lost_share"], ramp_s(cell.points))
-
-
-def ramp_s(points: Sequence[Point]) -> float:
-    """Seconds until the engine samples, over one look, at nine tenths of its later rate."""
-    first = next(point for point in points if point.at >= RAMP_S)
-    level = 0.9 * (points[-1].sampled - first.sampled) / (points[-1].at - first.at)
-    for before, now in itertools.pairwise(points):
-        if now.sampled - before.sampled >= level * (now.at - before.at):
-            return now.at
-    return points[-1].at
 
 
 def run(jobs: Sequence[Job], processes: int) -> dict[Job, Seen]:

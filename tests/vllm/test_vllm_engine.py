@@ -14,6 +14,7 @@ from vllm_kit import (
     PROMPT,
     Reference,
     Server,
+    assert_a_stream_is_the_whole,
     assert_same,
     differs,
     engine_on,
@@ -46,14 +47,7 @@ async def test_the_probe_sees_what_the_server_can_do(engine: HttpEngine) -> None
 async def test_a_streamed_reply_is_the_one_that_comes_whole_and_is_told_while_it_is_sampled(
     engine: HttpEngine,
 ) -> None:
-    told: list[list[int]] = []
-    whole = await engine.generate(request(40, salt="whole"))
-    asked = msgspec.structs.replace(request(40, salt="streamed"), tell=lambda ids: told.append(list(ids)))
-    streamed = await engine.generate(asked)
-    assert streamed.token_ids.tolist() == whole.token_ids.tolist() == [id_ for ids in told for id_ in ids]
-    assert len(told) > 4
-    assert_same(streamed.logprobs, whole.logprobs)
-    assert (streamed.finish, streamed.versions) == (whole.finish, whole.versions)
+    await assert_a_stream_is_the_whole(engine)
 
 
 @pytest.mark.usefixtures("endless")

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 from vllm_kit import (
     PROMPT,
@@ -15,6 +14,7 @@ from vllm_kit import (
     VLLM,
     Reference,
     Server,
+    assert_a_stream_is_the_whole,
     assert_same,
     engine_on,
     generating,
@@ -72,15 +72,8 @@ async def test_completions_are_used_where_there_is_nothing_newer(
 
 
 async def test_a_completion_that_is_streamed_is_the_one_that_comes_whole(plain: Server) -> None:
-    told: list[list[int]] = []
     async with engine_on(plain) as engine:
-        whole = await engine.generate(request(40, salt="whole"))
-        asked = msgspec.structs.replace(request(40, salt="streamed"), tell=lambda ids: told.append(list(ids)))
-        streamed = await engine.generate(asked)
-    assert streamed.token_ids.tolist() == whole.token_ids.tolist() == [id_ for ids in told for id_ in ids]
-    assert len(told) > 4
-    assert_same(streamed.logprobs, whole.logprobs)
-    assert streamed.finish == whole.finish
+        await assert_a_stream_is_the_whole(engine)
 
 
 async def test_weights_are_loaded_and_counted_without_version_spans(

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -116,6 +117,18 @@ async def engine_on(server: Server, **options: Any) -> AsyncIterator[HttpEngine]
 def request(tokens: int, prompt: Any = PROMPT, *, salt: str = "", **sampling: Any) -> GenerateRequest:
     params = SamplingParams(max_tokens=tokens, **{"seed": 5, **sampling})
     return GenerateRequest(f"r{next(_names)}", np.asarray(prompt, np.int32), params, cache_salt=salt)
+
+
+async def assert_a_stream_is_the_whole(engine: HttpEngine) -> None:
+    """A streamed reply is the one that comes whole, and is told while it is sampled."""
+    told: list[list[int]] = []
+    whole = await engine.generate(request(40, salt="whole"))
+    asked = msgspec.structs.replace(request(40, salt="streamed"), tell=lambda ids: told.append(list(ids)))
+    streamed = await engine.generate(asked)
+    assert streamed.token_ids.tolist() == whole.token_ids.tolist() == [id_ for ids in told for id_ in ids]
+    assert len(told) > 4
+    assert_same(streamed.logprobs, whole.logprobs)
+    assert (streamed.finish, streamed.versions) == (whole.finish, whole.versions)
 
 
 async def generating(engine: HttpEngine, more_than: int = 4) -> None:

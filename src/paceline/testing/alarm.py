@@ -41,12 +41,11 @@ def ends_within(seconds: float, place: Callable[[FrameType | None], str]) -> Ite
             yield
         finally:
             done = True
-    except _Alarm:
-        pass
-    except Exception:
+    except (_Alarm, Exception):
+        # Any other error, once it rang: it was caught on its way, by a loop in whose callback it rang for one, which then
+        # could not go on.
         if not rang:
             raise
-        # The alarm was caught on its way, by a loop in whose callback it rang for one, which then could not go on.
     finally:
         signal.setitimer(signal.ITIMER_REAL, left, every)
         signal.signal(signal.SIGALRM, before)

@@ -77,9 +77,8 @@ class TailRounds(Rounds):
 
     def batch_cut(self) -> None:
         desk = self.desk
-        closed = [
-            g for g in desk.processing.values() if g.step <= desk.cut
-        ]  # before others close by being stopped
+        # Before others close by being stopped.
+        closed = [g for g in desk.processing.values() if g.step <= desk.cut]
         for group in [g for g in desk.groups.groups() if g.task.split == "train"]:
             self._put_off(group.task, group.needs)
             self._stop(group, _LATE)
