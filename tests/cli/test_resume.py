@@ -107,7 +107,7 @@ def test_what_was_commanded_and_not_answered_is_owed_the_same_to_the_byte(tmp_pa
     ships = [command for command in owed if isinstance(command, ShipBatch)]
     assert [plain(command.batch) for command in ships] == [plain(world.trace.batches[-1])]
     closed = [command.group for command in owed if isinstance(command, ProcessGroup)]
-    assert [group.id for group in closed] == list(world.core._processing)
+    assert [group.id for group in closed] == list(world.core.processing)
 
 
 def test_from_a_checkpoint_only_what_lies_behind_it_is_read(tmp_path: Path) -> None:

@@ -121,14 +121,14 @@ def test_the_fold_is_the_core_under_every_scheduling_policy(name: str) -> None:
     )
 
     def told(state: dict[str, Any]) -> dict[str, Any]:
-        """Without what a policy has learnt, which is that of the newest checkpoint, and what it holds: nothing is held in the
-        next life, until it asks for its turn."""
+        """Without what a policy has learnt, which is that of the newest checkpoint, and the places of what it holds: nothing is
+        held in the next life, until it asks for its turn."""
         plain = normal(state)
         del plain["scheduling"]
         for group in (*plain["groups"], *plain["processing"]):
             del group["fallback"]
             if name == "unbiased_resume":
-                del group["places"], group["references"]
+                del group["places"]
         return plain
 
     snapshots: list[dict[str, Any] | None] = []

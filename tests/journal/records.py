@@ -135,6 +135,8 @@ def one_of_each() -> list[tuple[e.Event, tuple[c.Command, ...]]]:
                 c.PutOff(1, task, 2, 7, (8, 9), (ids[0], ids[1]), (0.5, 1.0), "cut off"),
                 c.NoteLengths("arithmetic", 30, 100.0, 0.7, 0.6, 0.02, 300.0, 25, 0.5, 0.5, 0.9),
                 c.SplitGroup(0, 1, (ids[2],), "it goes on later"),
+                c.NoteLate(ids[2], "it is beyond the cut-off"),
+                c.NoteReferences(1, (0.5, 1.0), "its siblings ended before"),
             ),
         ),
         (e.RunFailed("OSError: no space"), (c.FinishRun("failed", "OSError: no space"),)),

@@ -6,6 +6,8 @@ they go on. They come before anything new. See `docs/continuing.md`.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from paceline.core.admission import Admission
 from paceline.core.fleet import EngineState, Fleet
 from paceline.core.flights import Flight, Flights
@@ -19,6 +21,34 @@ from paceline.domain.ids import EnvName, RolloutId, Version
 from paceline.errors import InvariantError
 
 _GOES_ON = "it was under way when the run ended"
+
+
+class _Line:
+    """Rollouts in the order in which they go on, by environment: one that may start nothing now costs nothing a rollout."""
+
+    __slots__ = ("_by_env", "_ranks")
+
+    def __init__(self) -> None:
+        self._by_env: dict[EnvName, OrderedDict[RolloutId, Flight]] = {}
+        self._ranks: dict[RolloutId, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def __contains__(self, rollout: RolloutId) -> bool:
+        return rollout in self._ranks
+
+    def add(self, flight: Flight) -> None:
+        self._ranks[flight.id] = len(self._ranks)
+        self._by_env.setdefault(flight.task.env, OrderedDict())[flight.id] = flight
+
+    def remove(self, flight: Flight) -> None:
+        del self._ranks[flight.id], self._by_env[flight.task.env][flight.id]
+
+    def firsts(self) -> list[Flight]:
+        """The first of each environment, in order."""
+        firsts = [next(iter(flights.values())) for flights in self._by_env.values() if flights]
+        return sorted(firsts, key=lambda flight: self._ranks[flight.id])
 
 
 class Continuing:
@@ -43,9 +73,9 @@ class Continuing:
         self._out = out
         self._left: dict[RolloutId, Version | None] = {}
         """What an earlier life left under way, until it is known what becomes of it: its oldest version."""
-        self._waiting: dict[RolloutId, Flight] = {}
+        self._waiting = _Line()
         """Those with tokens, the oldest first."""
-        self._empty: dict[RolloutId, Flight] = {}
+        self._empty = _Line()
         """Those without any, which cannot grow stale."""
 
     def left(self, flight: Flight, oldest: Version | None) -> None:
@@ -61,7 +91,7 @@ class Continuing:
                     f"{rollout} is to go on, but nothing of it was under way, or its group is not open"
                 )
             flight, oldest = self._flights[rollout], self._left[rollout]
-            (self._empty if oldest is None else self._waiting)[rollout] = flight
+            (self._empty if oldest is None else self._waiting).add(flight)
             flight.waits_since = self._out.now
             flight.stood.begin(self._out.now)
             self._flights.goes_on_from(flight, flight.sampled, oldest)
@@ -82,8 +112,8 @@ class Continuing:
 
     def _next(self, held: set[EnvName]) -> Flight | None:
         """The first whose environment may start one now; `held` are those that are known not to."""
-        for waiting in (self._waiting, self._empty):
-            for flight in waiting.values():
+        for line in (self._waiting, self._empty):
+            for flight in line.firsts():
                 if flight.oldest is not None and flight.oldest > self._fleet.held:
                     break  # its trainer went back, and makes these weights again: older ones would only make it staler
                 env = flight.task.env
@@ -111,7 +141,7 @@ class Continuing:
         flight.turns, flight.continues = event.turns, event.is_mid_turn
 
     def _go_on(self, flight: Flight, engine: EngineState | None) -> None:
-        del (self._waiting if flight.id in self._waiting else self._empty)[flight.id]
+        (self._waiting if flight.id in self._waiting else self._empty).remove(flight)
         flight.stood.end(self._out.now)
         group = self._groups.of(flight.id)
         if engine is not None:

@@ -30,6 +30,7 @@ class Flight:
         "id",
         "known",
         "kv_version",
+        "late",
         "mark",
         "marks",
         "oldest",
@@ -87,6 +88,8 @@ class Flight:
         """Whether it was taken off its engine: it waits at the gate until there is room."""
         self.held = False
         """Whether the scheduling policy keeps it parked, until it releases it."""
+        self.late = False
+        """Whether the scheduling policy has put it off beyond a cut-off: it goes on, and is not cut off again."""
         self.mark = 0
         """The scheduling policy's: what it had sampled when its round began."""
         self.reserved = 0
@@ -191,7 +194,14 @@ class Flights:
         """Every flight for a checkpoint, oldest first."""
         return [
             UnderWay(
-                f.id, f.task, f.sampled, f.requests, f.oldest if f.sampled else None, f.started, f.stood
+                f.id,
+                f.task,
+                f.sampled,
+                f.requests,
+                f.oldest if f.sampled else None,
+                f.started,
+                f.stood,
+                f.late,
             ).plain()
             for f in self._by_id.values()
         ]

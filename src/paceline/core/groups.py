@@ -34,6 +34,7 @@ class GroupState(Generic[M]):
         "places",
         "put_off",
         "references",
+        "rest",
         "retries",
         "seed",
         "since",
@@ -60,6 +61,8 @@ class GroupState(Generic[M]):
         """Members that will never be started."""
         self.left = 0
         """Members that left it for a group of their own (`SplitGroup`)."""
+        self.rest: GroupId | None = None
+        """That group; None when nobody left."""
         self.needs = size
         """Members that make it whole; fewer than `size` where they race."""
         self.step = 0
@@ -103,6 +106,7 @@ class GroupState(Generic[M]):
             "needs": self.needs,
             "places": self.places,
             "left": self.left,
+            "rest": self.rest,
             "step": self.step,
             "put_off": None if self.put_off is None else msgspec.to_builtins(self.put_off),
             "references": list(self.references),
@@ -120,7 +124,7 @@ class GroupState(Generic[M]):
         group.arrived = [member(parse_rollout_id(name)) for name in plain["arrived"]]
         group.tokens = {parse_rollout_id(name): tokens for name, tokens in plain["tokens"].items()}
         group.needs, group.places = plain["needs"], plain["places"]
-        group.left, group.step = plain["left"], plain["step"]
+        group.left, group.rest, group.step = plain["left"], plain.get("rest"), plain["step"]
         if plain["put_off"] is not None:
             group.put_off = msgspec.convert(plain["put_off"], PutOff)
             group.references = group.put_off.references
@@ -241,7 +245,7 @@ class GroupLedger:
         opened.excused = dict(group.excused)
         for rollout in rollouts:
             self._moved[rollout.group, rollout.member] = rest
-        group.left += len(rollouts)
+        group.left, group.rest = group.left + len(rollouts), rest
         return self._close_if_whole(group)
 
     def give_up_unlaunched(self, group_id: GroupId) -> tuple[int, ClosedGroup | None]:

@@ -41,7 +41,7 @@ class Standing:
 class UnderWay:
     """An attempt that has not ended, as the log tells of it."""
 
-    __slots__ = ("id", "oldest", "requests", "sampled", "started", "stood", "task")
+    __slots__ = ("id", "late", "oldest", "requests", "sampled", "started", "stood", "task")
 
     def __init__(
         self,
@@ -52,6 +52,7 @@ class UnderWay:
         oldest: Version | None = None,
         started: float = 0.0,
         stood: Standing | None = None,
+        late: bool = False,
     ) -> None:
         self.id = rollout
         self.task = task
@@ -64,17 +65,19 @@ class UnderWay:
         self.started = started
         """In seconds of the run's clock."""
         self.stood = stood or Standing()
+        self.late = late
+        """Whether it was beyond a cut-off (`NoteLate`)."""
 
     def plain(self) -> list[Any]:
         """For a checkpoint; `restore` reads it."""
         task = [*msgspec.structs.astuple(self.task)]
         row = [str(self.id), task, self.sampled, self.requests, self.oldest, self.started]
-        return [*row, self.stood.seconds, self.stood.since]
+        return [*row, self.stood.seconds, self.stood.since, self.late]
 
     @classmethod
     def restore(cls, row: Sequence[Any]) -> Self:
-        """The inverse of `plain`. Earlier releases told no more than the tokens, or nothing of waits."""
-        known = [*row[2:6], Standing(*row[6:])] if len(row) > 6 else row[2:]
+        """The inverse of `plain`. Earlier releases told no more than the tokens, or nothing of waits, or of what is late."""
+        known = [*row[2:6], Standing(*row[6:8]), *row[8:]] if len(row) > 6 else row[2:]
         return cls(parse_rollout_id(row[0]), TaskRef(*row[1]), *known)
 
 

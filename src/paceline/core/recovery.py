@@ -150,6 +150,8 @@ class Recovery:
             do.NoteDiscarded: self._discarded,
             do.PutOff: self._put_off,
             do.SplitGroup: self._split,
+            do.NoteLate: self._late,
+            do.NoteReferences: self._compared,
             do.ReportEval: self._evaluated,
             do.SkipTask: self._skipped,
             do.NoteQuarantine: self._quarantined,
@@ -400,8 +402,14 @@ class Recovery:
         self._next_group = max(self._next_group, rest.id + 1)
         for rollout in command.rollouts:
             self._moved[rollout.group, rollout.member] = rest.id
-        group.left += count
+        group.left, group.rest = group.left + count, rest.id
         group.places -= count
+
+    def _late(self, command: do.NoteLate) -> None:
+        self._flights[command.rollout].late = True
+
+    def _compared(self, command: do.NoteReferences) -> None:
+        self._groups[command.group].references = command.references
 
     def _group_of(self, rollout: RolloutId) -> _Group | None:
         """The group that a rollout is a member of now."""

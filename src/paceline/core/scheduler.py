@@ -15,7 +15,7 @@ how many rollouts are in flight, except where it must act on many of them (a swe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -24,15 +24,16 @@ from paceline.core.accounting import Account
 from paceline.core.admission import Admission
 from paceline.core.batching import BatchList, DeadStreak
 from paceline.core.continuing import Continuing
+from paceline.core.desk import CoreDesk
 from paceline.core.evaluation import EvalEpoch, EvalPlan
-from paceline.core.fleet import EngineState, Fleet
+from paceline.core.fleet import Fleet
 from paceline.core.flights import Flight, Flights
 from paceline.core.groups import GroupLedger, OpenGroup
 from paceline.core.launching import Launcher
 from paceline.core.outbox import Outbox
 from paceline.core.parts import UnderWay
+from paceline.core.retries import Retries
 from paceline.core.scheduling import Overlap, Scheduling
-from paceline.core.scheduling.lengths import EnvLengths
 from paceline.core.setup import CoreSetup
 from paceline.core.staleness import oldest_allowed
 from paceline.core.turns import Turns
@@ -45,8 +46,6 @@ from paceline.domain.ids import EnvName, GroupId, RolloutId, Version
 from paceline.domain.rollout import CancelCause, Rollout
 from paceline.domain.task import TaskRef
 from paceline.errors import InvariantError, TrainerError
-
-_RETRIED = frozenset({"infrastructure", "engine"})
 
 FORMAT = 2
 """Of snapshots. 1 had no groups under way and no place in the journal."""
@@ -68,6 +67,7 @@ class Core:
         self.launcher = Launcher(
             setup, admission, policy, self.fleet, self.flights, self.groups, self.account, out
         )
+        self._retries = Retries(setup, self.groups, self.launcher, self.account, out)
         self.continuing = Continuing(
             admission, policy, self.fleet, self.flights, self.groups, self.launcher, out
         )
@@ -76,11 +76,21 @@ class Core:
         self.list = BatchList(rollouts=setup.target_rollouts, tokens=setup.target_tokens)
         self.dead = DeadStreak(setup.dead_group_limit)
         self.plan = EvalPlan(setup.evals, last=setup.max_steps)
-        self.cut = 0
-        """Batches cut so far: the step being collected is the next one."""
         self.warnings: list[str] = []
         """Set by `restore`: what of the checkpoint did not fit."""
-        policy.attach(self)
+        self.desk = CoreDesk(
+            setup,
+            self.fleet,
+            self.flights,
+            self.groups,
+            self.list,
+            self.account,
+            self.launcher,
+            self.turns,
+            self.continuing,
+            out,
+        )
+        policy.attach(self.desk)
         self._rounds = policy if policy.has_rounds else None
         self._ordered = policy if policy.has_order else None
         self._hears_endings = policy if policy.hears_endings else None
@@ -92,8 +102,6 @@ class Core:
         self._on_stale = {spec.name: spec.on_stale for spec in setup.train}
         self._epochs: dict[GroupId, EvalEpoch] = {}
         """Open eval groups, and the measurement each belongs to."""
-        self._processing: dict[GroupId, OpenGroup] = {}
-        """Train groups that have closed and are being processed."""
         self._cut_short: list[TaskRef] = []
         """Tasks whose group the end of the run stopped before it could bring anything."""
         self._measured: Version | None = None
@@ -136,6 +144,16 @@ class Core:
     @property
     def finished(self) -> bool:
         return self._finished
+
+    @property
+    def cut(self) -> int:
+        """Batches cut so far: the step being collected is the next one."""
+        return self.desk.cut
+
+    @property
+    def processing(self) -> Mapping[GroupId, OpenGroup]:
+        """Train groups that have closed and are being processed."""
+        return self.desk.processing
 
     @property
     def trained(self) -> int:
@@ -238,7 +256,7 @@ class Core:
         rollout = event.rollout
         flight = self.flights.remove(rollout.id)
         if rollout.outcome.cause == "restart":
-            self._earlier_ended(flight, rollout)
+            self._retries.cut_off(flight, rollout)
             return False
         if flight.calling:
             raise InvariantError(f"{rollout.id} ended while its call to {flight.engine!r} was still running")
@@ -253,25 +271,22 @@ class Core:
             self._ordered.left(flight)
         if (note := self.launcher.breakers.ended(rollout, self._out.now)) is not None:
             self._out.say(note)
-        if self._may_retry(group, rollout):
-            flight.account.move("in_flight", "failed", flight.sampled)
-            limit = self._specs[rollout.task.env].max_attempts
-            self._try_again(group, rollout, f"{rollout.outcome.cause}: at most {limit} attempts")
+        if self._draining is None and self._retries.failed(flight, rollout, group):
             return True
         flight.account.move("in_flight", "grouped", flight.sampled)
         group.tokens[rollout.id] = flight.sampled
         if rollout.outcome.cause == "deferred" and rollout.outcome.ending == "cancelled":
-            self.give_place(group)  # it comes back with another group
-        if self._retried_whole(group, rollout):
+            self.desk.give_place(group)  # it comes back with another group
+        if self._draining is None and self._retries.failed_whole(rollout, group):
             return True
-        self._process(group, self.groups.settle(rollout))
+        self.desk.process(group, self.groups.settle(rollout))
         if self._hears_endings is not None:
             self._hears_endings.rollout_ended(flight, rollout, group)
         return True
 
     def _group_processed(self, event: on.GroupProcessed) -> bool:
         result = event.result
-        group = self._processing.pop(result.group, None)
+        group = self.desk.processing.pop(result.group, None)
         if group is None:
             raise InvariantError(f"group {result.group} was processed, but was not waiting to be")
         tokens, env = group.tokens, group.task.env
@@ -312,7 +327,7 @@ class Core:
             return False
         if any(verdict.rollout.group != group.id for verdict in result.verdicts):
             return False  # it was split from another, whose members have told what they could
-        if any(kept.task == group.task for kept in self.kept.values()):
+        if any(kept.task == group.task for kept in self.launcher.kept.values()):
             return False  # the policy had put the task off before the end came
         if (kept := group.put_off) is None:
             self._cut_short.append(group.task)
@@ -323,7 +338,7 @@ class Core:
 
     def _refuse(self, result: GroupResult, why: str) -> GroupResult:
         """Throw a group away that is listed; the result as it then stands, for whoever hears of it after the gates."""
-        self.discard([verdict.rollout for verdict in result.verdicts if verdict.fate == "queued"], why)
+        self.desk.discard([verdict.rollout for verdict in result.verdicts if verdict.fate == "queued"], why)
         verdicts = [
             msgspec.structs.replace(v, fate="discarded", reason=why) if v.fate == "queued" else v
             for v in result.verdicts
@@ -373,7 +388,7 @@ class Core:
             self._stopping = event.why
             self._drain(event.why, "shutdown")
             for flight in self.flights.all():
-                self.cancel(flight, "shutdown", event.why)
+                self.desk.cancel(flight, "shutdown", event.why)
             for group in self.launcher.stop_evals():
                 self._settle_eval(self.launcher.give_up(group))
         return True
@@ -392,7 +407,9 @@ class Core:
         if self._is_finite and self._draining is None and self._out_of_tasks():
             self._finish_sources()
         self.continuing.fill()
-        self.launcher.fill(self.cut, draining=self._draining is not None, processing=len(self._processing))
+        self.launcher.fill(
+            self.cut, draining=self._draining is not None, processing=len(self.desk.processing)
+        )
         if self._draining is not None:
             self._maybe_finish()
 
@@ -401,86 +418,12 @@ class Core:
         if self._draining is None:
             self._draining = why
         for group in self.launcher.stop_training():
-            self._process(group, self.launcher.give_up(group))
+            self.desk.process(group, self.launcher.give_up(group))
         for flight in self.flights.all():
             if flight.task.split == "train":
-                self.cancel(flight, cause, why)
+                self.desk.cancel(flight, cause, why)
 
     # ── endings and training ──
-
-    def _may_retry(self, group: OpenGroup, rollout: Rollout) -> bool:
-        if self._draining is not None or rollout.outcome.ending != "failed":
-            return False
-        if self._runs_whole(rollout.task):
-            return False  # its members run together, in one call: none can be tried again by itself
-        limit = self._specs[rollout.task.env].max_attempts
-        return rollout.outcome.cause in _RETRIED and group.attempts_of(rollout.id) < limit
-
-    def _runs_whole(self, task: TaskRef) -> bool:
-        return (task.split, task.env) in self.setup.whole_groups
-
-    def _retried_whole(self, group: OpenGroup, last: Rollout) -> bool:
-        """Members of a group that runs in one call end together; the last of them says whether all are tried again."""
-        if not self._runs_whole(last.task) or self._draining is not None or not group.awaits_one:
-            return False
-        members = [last, *group.arrived]
-        lost = [m for m in members if m.outcome.ending == "failed" and m.outcome.cause in _RETRIED]
-        limit = self._specs[last.task.env].max_attempts
-        if not lost or group.attempts_of(last.id) >= limit:
-            return False
-        if any(m.outcome.ending == "cancelled" and m.outcome.cause != "self" for m in members):
-            return False  # we wanted it to end
-        why = f"{lost[0].outcome.cause} (member {lost[0].id.member}); the group runs in one call: at most {limit} attempts"
-        self._try_all_again(group, members, why)
-        return True
-
-    def _try_all_again(self, group: OpenGroup, members: list[Rollout], why: str) -> None:
-        """All members of a group that runs in one call get another attempt; this one brings nothing."""
-        account = self.account.of("train", group.task.env)
-        for member in members:
-            account.move("grouped", "failed", group.tokens.pop(member.id))
-        group.arrived.clear()
-        self.launcher.try_again(group)
-        for member in members:
-            group.retries.append(member)
-            self._out.say(do.NoteRetry(member.id, why))
-
-    def _try_again(self, group: OpenGroup, rollout: Rollout, why: str) -> None:
-        self.launcher.try_again(group)
-        group.retries.append(rollout)
-        self._out.say(do.NoteRetry(rollout.id, why))
-
-    def _earlier_ended(self, flight: Flight, rollout: Rollout) -> None:
-        """An attempt that the end of an earlier life cut off: not its environment's fault, so its member always gets
-        another. Evals are measured again as a whole."""
-        if rollout.task.split == "eval":
-            flight.account.move("in_flight", "eval", flight.sampled)
-            return
-        why = "restart: it is not counted as an attempt"
-        if self._runs_whole(rollout.task) and self.groups.has(rollout.id):
-            # Its members ran in one call: none can be tried again by itself, and the last one takes the others along.
-            group = self.groups.of(rollout.id)
-            flight.account.move("in_flight", "grouped", flight.sampled)
-            group.tokens[rollout.id] = flight.sampled
-            if group.awaits_one:
-                members = [rollout, *group.arrived]
-                for member in members:
-                    group.excuse(member.id)
-                self._try_all_again(group, members, why)
-            else:
-                group.arrived.append(rollout)
-            return
-        flight.account.move("in_flight", "failed", flight.sampled)
-        if self.groups.has(rollout.id):
-            group = self.groups.of(rollout.id)
-            group.excuse(rollout.id)
-            self._try_again(group, rollout, why)
-
-    def _process(self, group: OpenGroup, closed: ClosedGroup | None) -> None:
-        if closed is None:
-            return
-        self._processing[group.id] = group
-        self._out.say(do.ProcessGroup(closed, "its last member has ended"))
 
     def _forget(self, group: GroupId) -> None:
         self._out.say(do.ForgetGroup(group))
@@ -497,7 +440,7 @@ class Core:
         step = self.cut + 1
         whole = self.scheduling.cuts_whole
         batch = self.list.cut(step, short=short, whole=whole, bound=self.setup.max_staleness)
-        self.cut = step
+        self.desk.cut = step
         shipped: dict[RolloutId, EnvName] = {}
         for sample in batch.samples:
             first = sample.rollout not in shipped
@@ -534,101 +477,9 @@ class Core:
         oldest = oldest_allowed(step, self.setup.max_staleness)
         for flight in self.flights.older_than(oldest):
             if self._on_stale[flight.task.env] == "drop":
-                self.cancel(
+                self.desk.cancel(
                     flight, "stale", f"sampled since v{flight.oldest}; step {step} takes v{oldest} or newer"
                 )
-
-    # ── what the scheduling policy reads, and its verbs (`Desk`) ──
-
-    @property
-    def processing(self) -> Mapping[GroupId, OpenGroup]:
-        return self._processing
-
-    @property
-    def kept(self) -> Mapping[int, do.PutOff]:
-        return self.launcher.kept
-
-    @property
-    def owing(self) -> int:
-        return self.launcher.owing
-
-    @property
-    def now(self) -> float:
-        return self._out.now
-
-    @property
-    def out_of_tasks(self) -> bool:
-        return self.curriculum.exhausted
-
-    def cancel(self, flight: Flight, cause: CancelCause, reason: str) -> None:
-        self.continuing.before_cancelling(flight)
-        self.turns.cancel(flight, cause, reason)
-
-    def hold(self, flight: Flight, reason: str) -> None:
-        # One that waits to go on after a restart holds nothing yet; it is held when it asks for its turn.
-        if flight.cancelled is None and not flight.held and flight.engine:
-            self.turns.hold(flight, reason)
-
-    def release(self, flight: Flight, engine: EngineState | None = None) -> None:
-        if flight.held and flight.cancelled is None:
-            self.turns.release(flight, engine)
-
-    def discard(self, rollouts: Iterable[RolloutId], reason: str) -> None:
-        for rollout in rollouts:
-            entry = self.list.discard(rollout)
-            self.pacing.taken -= 1
-            trainable = sum(sample.trainable_tokens for sample in entry.samples)
-            self.account.of("train", entry.env).move("queued", "discarded", trainable)
-            self._out.say(do.NoteDiscarded(rollout, trainable, reason))
-
-    def give_up(self, group: OpenGroup) -> None:
-        if group.owes_launches:
-            self.launcher.withdraw(group)
-            self._process(group, self.launcher.give_up(group))
-
-    def put_off(
-        self,
-        task: TaskRef,
-        size: int,
-        reason: str,
-        *,
-        group_seed: int | None = None,
-        noise: tuple[int, ...] = (),
-        again: tuple[RolloutId, ...] = (),
-        references: tuple[float, ...] = (),
-    ) -> None:
-        self.launcher.put_offs = number = self.launcher.put_offs + 1
-        self.launcher.put_off(do.PutOff(number, task, size, group_seed, noise, again, references, reason))
-
-    def split(self, group: OpenGroup, flights: Sequence[Flight], reason: str) -> OpenGroup:
-        rest, rollouts = self.launcher.new_number(), tuple([flight.id for flight in flights])
-        self._out.say(do.SplitGroup(group.id, rest, rollouts, reason))
-        self.curriculum.goes_on(group.task.env)
-        self._process(group, self.groups.split(group.id, rest, rollouts))
-        return self.groups[rest]
-
-    def note_lengths(self, env: EnvName, lengths: EnvLengths) -> None:
-        self._out.say(lengths.note(env))
-
-    def give_place(self, group: OpenGroup) -> None:
-        group.places -= 1
-        self.pacing.taken -= 1
-
-    def take_place(self, group: OpenGroup) -> None:
-        group.places += 1
-        self.pacing.taken += 1
-
-    def move(self, flight: Flight, engine: EngineState) -> None:
-        self.turns.move(flight, engine)
-
-    def noise_of(self, rollout: RolloutId, group: OpenGroup) -> int:
-        return self.launcher.noise_of(rollout, group)
-
-    def may_start(self, env: EnvName) -> bool:
-        return self.launcher.may_start(env)
-
-    def start(self, group: OpenGroup, engine: EngineState) -> Flight:
-        return self.launcher.start(group, engine)
 
     # ── evals ──
 
@@ -666,7 +517,7 @@ class Core:
             and not self.launcher.kept
             and not self.launcher.owing
             and not self.flights.trains
-            and not self._processing
+            and not self.desk.processing
             and not self.list.ready()
         )
 
@@ -689,7 +540,7 @@ class Core:
     def _maybe_finish(self) -> None:
         if self._saving or self._finished:
             return
-        if len(self.flights) or self._processing or self._unacknowledged or self.launcher.evals:
+        if len(self.flights) or self.desk.processing or self._unacknowledged or self.launcher.evals:
             return
         if self._stopping is None and (min(self.fleet.held, self._trained) < self.cut or self._epochs):
             return
@@ -722,7 +573,7 @@ class Core:
             "next_group": self.launcher.next_group,
             "curriculum": self.curriculum.snapshot(self._cut_short),
             "groups": [g.plain(_id_of) for g in self.groups.groups() if g.task.split == "train"],
-            "processing": [g.plain(_id_of) for g in self._processing.values()],
+            "processing": [g.plain(_id_of) for g in self.desk.processing.values()],
             "flights": self.flights.plain(),
             "shipping": [],
             "list": self.list.snapshot(),
@@ -749,7 +600,7 @@ class Core:
         groups name. Without it these groups are dropped, and their tasks drawn again. Call before the first event;
         `RunOpened` must let every flight of the snapshot go on, or an event that follows it must end it. What did not fit is in `warnings`.
         """
-        self.cut = state["cut"]
+        self.desk.cut = state["cut"]
         self._trained = self.fleet.newest = self.fleet.held = trained
         self.fleet.path = path
         self.launcher.next_group = state["next_group"]
@@ -784,12 +635,13 @@ class Core:
             group = OpenGroup.restore(each, rollouts.__getitem__)
             self.pacing.taken += group.places
             self.curriculum.goes_on(group.task.env)
-            self._processing[group.id] = group
+            self.desk.processing[group.id] = group
         for row in state["flights"]:
             left = UnderWay.restore(row)
             account = self.account.of(left.task.split, left.task.env)
             flight = Flight(left.id, left.task, "", left.started, account)
             flight.sampled, flight.requests, flight.stood = left.sampled, left.requests, left.stood
+            flight.late = left.late
             self.continuing.left(flight, left.oldest)
 
     def _drop(self, group: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ Every command carries the reason for it, in words, for the journal, `explain` an
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
@@ -306,6 +306,24 @@ class SplitGroup(msgspec.Struct, frozen=True, gc=False, tag=True):
     reason: str = ""
 
 
+class NoteLate(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """A response is beyond the cut-off of its round: it is held, and goes on as late in a later one, over a restart too.
+    Nothing to perform, and not answered."""
+
+    rollout: RolloutId
+    reason: str = ""
+
+
+class NoteReferences(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """What the members of an open group will be compared with instead of each other. Nothing to perform, and not
+    answered."""
+
+    group: GroupId
+    references: tuple[float, ...]
+    """Rewards of siblings that ended before, or one that stands for them."""
+    reason: str = ""
+
+
 class ForgetGroup(msgspec.Struct, frozen=True, gc=False, tag=True):
     """Nothing refers to this group any more; sessions and caches keyed by it may go. Not answered."""
 
@@ -347,6 +365,32 @@ Command: TypeAlias = (
     | PutOff
     | NoteLengths
     | SplitGroup
+    | NoteLate
+    | NoteReferences
     | ForgetGroup
     | FinishRun
 )
+
+NOTES: Final[frozenset[type]] = frozenset(
+    {
+        ResumeRollout,
+        NoteCap,
+        NoteDead,
+        NoteOutage,
+        NoteQuarantine,
+        NoteOpened,
+        NoteRedraw,
+        SkipTask,
+        ReportEval,
+        NoteRetry,
+        NoteStale,
+        NoteDiscarded,
+        PutOff,
+        NoteLengths,
+        SplitGroup,
+        NoteLate,
+        NoteReferences,
+        ForgetGroup,
+    }
+)
+"""Commands that say something and have nothing performed: the journal, recovery and the folds over it read them."""

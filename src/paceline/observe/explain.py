@@ -108,6 +108,11 @@ def _of_command(command: Command, subject: Subject) -> Iterator[str]:
             yield f"{command.rollout} was cancelled as {command.cause}: {command.reason}"
         case do.ParkRollout() if subject.has(command.rollout):
             yield f"{command.rollout} was parked: {command.reason}"
+        case do.NoteLate() if subject.has(command.rollout):
+            yield f"{command.rollout} goes on in a later round: {command.reason}"
+        case do.NoteReferences() if subject.has_group(command.group):
+            rewards = ", ".join(f"{reward:.3g}" for reward in command.references)
+            yield f"group {command.group} is compared with rewards of {rewards}: {command.reason}"
         case do.ResumeRollout() if subject.has(command.rollout):
             yield f"{command.rollout} might go on: {command.reason}"
         case do.NoteRetry() if subject.has(command.rollout):

@@ -276,14 +276,14 @@ class Invariants:
             placed = sum(flight.engine != "" and not flight.parked for flight in core.flights.all())
             self._rule(placed <= core.fleet.cap(), "over the cap", placed, core.fleet.cap())
         if (mix := core.curriculum.mix) is not None:
-            groups = [*core.groups.groups(), *core._processing.values()]
+            groups = [*core.groups.groups(), *core.processing.values()]
             under_way = Counter(group.task.env for group in groups if group.task.split == "train")
             for env in core.curriculum.samplers:
                 self._rule(mix.under_way(env) == under_way[env], "groups that the mix counts on", env)
         if core.finished:
             return  # the list was emptied: what it held is left over
         places = sum(group.places for group in core.groups.groups())
-        places += sum(group.places for group in core._processing.values()) + len(core.list)
+        places += sum(group.places for group in core.processing.values()) + len(core.list)
         self._rule(places == core.pacing.taken, "places", places, core.pacing.taken)
 
     def _sums(self, engine: EngineState) -> None:
@@ -299,7 +299,7 @@ class Invariants:
     def _at_the_end(self, world: Watched, commands: Sequence[Command]) -> None:
         core = world.core
         self._rule(isinstance(commands[-1], do.FinishRun), "a command after the last")
-        self._rule(not world.running and not len(core.groups) and not core._processing, "something is owed")
+        self._rule(not world.running and not len(core.groups) and not core.processing, "something is owed")
         for stream, account in core.account.streams().items():
             for places in (account.tokens, account.rollouts):
                 open_places = {p: n for p, n in places.items() if p in ("in_flight", "grouped") and n}

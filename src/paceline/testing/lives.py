@@ -49,6 +49,7 @@ def check_records(records: Sequence[Record], world: World) -> None:
     """What was put off, or begins again, and has not been opened since: its task."""
     has: Counter[RolloutId] = Counter()
     to_go_on: set[RolloutId] = set()
+    late: set[RolloutId] = set()
     origin: Origin
     for record in records:
         event = record.event
@@ -94,8 +95,16 @@ def check_records(records: Sequence[Record], world: World) -> None:
                     opened.setdefault(origin, {})[command.rollout.group] = None
                 started[command.rollout] = command
                 launched[command.task.split, command.task.env] += 1
+            elif isinstance(command, do.NoteLate):
+                late.add(command.rollout)
             elif isinstance(command, do.ProcessGroup):
-                closed[command.group.id] += 1
+                group = command.group
+                closed[group.id] += 1
+                came = [r.id for r in group.rollouts if r.id in late and r.outcome.ending != "cancelled"]
+                scored = [r.id for r in group.rollouts if r.id in came and r.reward is not None]
+                _rule(
+                    bool(group.references) or not scored, "late, and compared with nobody", group.id, *scored
+                )
             elif isinstance(command, do.ShipBatch):
                 steps.append(command.batch.step)
                 shipped.update(command.batch.rollouts)

@@ -217,7 +217,8 @@ class World:
         commands = self.core.handle(event, self.now)
         self.trace.journal.append((self.now, event, commands))
         for command in commands:
-            getattr(self, f"_do_{type(command).__name__}")(command)
+            if type(command) not in do.NOTES or type(command) is do.ReportEval:
+                getattr(self, f"_do_{type(command).__name__}")(command)
         self.trace.peak_in_flight = max(self.trace.peak_in_flight, len(self.running))
         if self._watch is not None:
             self._watch(self, event, commands)
@@ -361,12 +362,6 @@ class World:
                 self._segment_ended(running, left // 2, "abort")
 
         self._later(running, self.script.cancel_s(command.rollout), stop)
-
-    def _do_ResumeRollout(self, command: do.ResumeRollout) -> None:
-        pass
-
-    def _do_NoteCap(self, command: do.NoteCap) -> None:
-        pass
 
     def _segment_ended(self, running: _Running, tokens: int, finish: Finish) -> None:
         """A part of a turn is done, and the rest is asked for."""
@@ -571,45 +566,6 @@ class World:
 
     def _do_ReportEval(self, command: do.ReportEval) -> None:
         self.trace.evals.append(command)
-
-    def _do_ForgetGroup(self, command: do.ForgetGroup) -> None:
-        pass
-
-    def _do_NoteStale(self, command: do.NoteStale) -> None:
-        pass
-
-    def _do_NoteRetry(self, command: do.NoteRetry) -> None:
-        pass
-
-    def _do_NoteOutage(self, command: do.NoteOutage) -> None:
-        pass
-
-    def _do_NoteQuarantine(self, command: do.NoteQuarantine) -> None:
-        pass
-
-    def _do_NoteOpened(self, command: do.NoteOpened) -> None:
-        pass
-
-    def _do_NoteRedraw(self, command: do.NoteRedraw) -> None:
-        pass
-
-    def _do_SkipTask(self, command: do.SkipTask) -> None:
-        pass
-
-    def _do_NoteDead(self, command: do.NoteDead) -> None:
-        pass
-
-    def _do_NoteDiscarded(self, command: do.NoteDiscarded) -> None:
-        pass
-
-    def _do_PutOff(self, command: do.PutOff) -> None:
-        pass
-
-    def _do_NoteLengths(self, command: do.NoteLengths) -> None:
-        pass
-
-    def _do_SplitGroup(self, command: do.SplitGroup) -> None:
-        pass
 
     def _do_FinishRun(self, command: do.FinishRun) -> None:
         self.trace.finish = command

@@ -16,6 +16,7 @@ from paceline.core.scheduling import Partial, Scheduling, TailRounds, UnbiasedTa
 from paceline.core.staleness import staleness
 from paceline.core.streams import key, uniform
 from paceline.domain import commands as do
+from paceline.domain import events as on
 from paceline.domain.commands import Command
 from paceline.domain.events import Event
 from paceline.domain.ids import RolloutId
@@ -161,7 +162,7 @@ def test_what_is_beyond_the_cut_off_comes_back_and_nothing_is_skewed(how: str, b
     world = run(UnbiasedTail(9, how), max_staleness=bound, steps=32)  # type: ignore[arg-type]
     lengths = shipped_lengths(world)
     # What waits for its round when the run ends is all that is missing.
-    kept = [t for put in world.core.kept.values() for t in map(length, put.noise)]
+    kept = [t for put in world.core.launcher.kept.values() for t in map(length, put.noise)]
     held = [40 for r in world.trace.ended if r.outcome.cause == "surplus" and r.sampled_tokens >= 9]
     share = sum(t == 40 for t in [*lengths, *kept, *held]) / (len(lengths) + len(kept) + len(held))
     assert 0.095 < share < 0.155
@@ -335,6 +336,33 @@ def test_a_round_that_ends_puts_off_no_group_twice_that_closes_because_of_it() -
         storm.setup, lag=kind.lag, max_staleness=kind.max_staleness, whole_groups=frozenset()
     )
     storm.run()
+
+
+def test_who_is_late_stays_so_over_kills_and_is_compared_with_those_on_time() -> None:
+    crossed = settled = 0
+    for seed in range(30):
+        storm = Storm(seed, 400)
+        kind = POLICIES["unbiased_resume"]
+        storm.policy = "unbiased_resume"
+        storm.setup = msgspec.structs.replace(
+            storm.setup, lag=kind.lag, max_staleness=kind.max_staleness, whole_groups=frozenset()
+        )
+        storm.run()  # `check_records`: whoever is late has references
+        late: set[RolloutId] = set()
+        went_on: set[RolloutId] = set()
+        for record in storm.records:
+            late.update(c.rollout for c in record.commands if isinstance(c, do.NoteLate))
+            if isinstance(record.event, on.RunOpened):
+                went_on |= late.intersection(record.event.continues)
+            for command in record.commands:
+                if isinstance(command, do.GrantTurn) and command.rollout in late:
+                    assert command.max_tokens == storm.setup.segment_tokens, "it may be cut off again"
+            if isinstance(record.event, on.RolloutEnded):
+                rollout = record.event.rollout
+                settled += rollout.id in went_on and rollout.outcome.ending == "completed"
+        crossed += len(went_on)
+    assert crossed > 20
+    assert settled > 10
 
 
 def test_a_learnt_cut_off_makes_rounds_short() -> None:

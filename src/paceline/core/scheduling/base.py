@@ -75,6 +75,14 @@ class Desk(Protocol):
         """Take a rollout off its engine until it is released: it keeps its tokens and gives its permit back."""
         ...
 
+    def note_late(self, flight: Flight, reason: str) -> None:
+        """A rollout is late from now on (`Flight.late`), in this life of the run and in those to come."""
+        ...
+
+    def compare(self, group: OpenGroup, references: tuple[float, ...], reason: str) -> None:
+        """The members of a group are compared with these rewards instead of each other."""
+        ...
+
     def release(self, flight: Flight, engine: EngineState | None = None) -> None:
         """Let one that is held go on, on `engine` or where it was: at once if there is a permit, else when there is."""
         ...

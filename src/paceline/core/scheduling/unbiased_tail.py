@@ -66,8 +66,6 @@ class UnbiasedTail(Rounds):
         """Tokens of the latest rollouts; of those that were put off, endless."""
         self._late: dict[GroupId, OpenGroup] = {}
         """`resume`: open groups of which members are held."""
-        self._split: dict[GroupId, GroupId] = {}
-        """`resume`: groups that closed without their late members, and where these are; until the verdicts are in."""
 
     # ── rounds ──
 
@@ -198,7 +196,7 @@ class UnbiasedTail(Rounds):
 
     def _cutoff_of(self, flight: Flight) -> int | None:
         """Its cut-off; none in a round of the late, and for one that has been put off before, or whose failed attempt was."""
-        if self.is_late or flight.mark:
+        if self.is_late or flight.late:
             return None
         group = self.desk.groups.of(flight.id)
         if group.put_off is not None or group.references:
@@ -218,6 +216,10 @@ class UnbiasedTail(Rounds):
             group.fallback = self._rewards.get(group.task.env, (0.0, 0.0))[0]
 
     def turn_asked(self, flight: Flight) -> None:
+        if flight.late and not self.is_late:
+            # Late ones run in rounds for them alone: an earlier life of the run held it, and it has come to its gate again.
+            self._hold(flight, "it was late when the run ended, and goes on in a later round")
+            return
         cutoff = self._cutoff_of(flight)
         if cutoff is None or flight.sampled < cutoff:
             return
@@ -228,8 +230,11 @@ class UnbiasedTail(Rounds):
         if self._is_pinned:
             self.desk.cancel(flight, "deferred", why)
             return
+        self.desk.note_late(flight, why)
+        self._hold(flight, why)
+
+    def _hold(self, flight: Flight, why: str) -> None:
         group = self.desk.groups.of(flight.id)
-        flight.mark = flight.sampled
         self.desk.give_place(group)
         self.desk.hold(flight, why)
         self._late[group.id] = group
@@ -240,7 +245,7 @@ class UnbiasedTail(Rounds):
     def rollout_ended(self, flight: Flight, rollout: Rollout, group: OpenGroup) -> None:
         if rollout.outcome.ending in ("completed", "truncated"):
             group_id, member = rollout.id.group, rollout.id.member
-            returns = group.put_off is not None or flight.mark > 0
+            returns = group.put_off is not None or flight.late
             if group.put_off is not None and group.put_off.again:
                 group_id, member, _ = group.put_off.again[member]
             is_runaway = rollout.outcome.cause in ("tokens", "context")
@@ -260,11 +265,11 @@ class UnbiasedTail(Rounds):
             self._close_on_time(group)
 
     def group_processed(self, group: OpenGroup, result: GroupResult) -> None:
-        rest = self._split.pop(group.id, None)
-        if rest is not None and rest in self.desk.groups:
+        if group.rest is not None and group.rest in self.desk.groups:
             votes = {v.rollout for v in result.verdicts if v.advantage is not None}
             on_time = [float(r.reward) for r in group.arrived if r.id in votes and r.reward is not None]
-            self.desk.groups[rest].references = tuple(on_time) or _alone(group)
+            why = "they were on time" if on_time else "nobody who was on time may vote"
+            self.desk.compare(self.desk.groups[group.rest], tuple(on_time) or _alone(group), why)
         late = tuple([v.rollout for v in result.verdicts if v.fate == "deferred"])
         if late:
             self.desk.put_off(
@@ -290,20 +295,21 @@ class UnbiasedTail(Rounds):
 
     def _close_on_time(self, group: OpenGroup) -> None:
         """Let the members close that finished by the cut-off, once none of them is left to come."""
-        if group.owes_launches or group.references or group.id in self._split.values():
+        if group.owes_launches or group.references:
             return
         members = self._members(group)
         if not members or not all(flight.held for flight in members):
             return
+        if members[0].id.group != group.id:
+            return  # they left theirs, which says what they are compared with when its verdicts are in
         if not group.arrived:
-            group.references = _alone(group)  # all are late: nobody is on time to be compared with
+            self.desk.compare(group, _alone(group), "all of them are late: nobody is on time")
         else:
             self._late.pop(group.id)
             rest = self.desk.split(
                 group, members, "they go on in a later round; their siblings close without them"
             )
             self._late[rest.id] = rest
-            self._split[group.id] = rest.id
 
     def _let_go_on(self) -> None:
         for flight in self.desk.flights.trains_now():
