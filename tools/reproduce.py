@@ -14,6 +14,7 @@ import argparse
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from bench import caps
 
@@ -86,14 +87,11 @@ def latencies() -> list[Row]:
     ]
 
 
-def run(
-    name: str, seeds: int, policies: Sequence[str], processes: int, steps: int | None = None
-) -> list[Cell]:
+def run(name: str, seeds: int, policies: Sequence[str], processes: int, **changes: Any) -> list[Cell]:
+    """Cells of a study that ships; `changes` are in its section `study`."""
     study = load_study(ROOT / "examples" / "studies" / f"{name}.toml")
     data = study.model_dump()
-    data["study"] |= {"seeds": seeds, "sample_s": None}
-    if steps is not None:
-        data["study"]["steps"] = steps
+    data["study"] |= {"seeds": seeds, "sample_s": None} | changes
     data["policy"] = [policy for policy in data["policy"] if policy["name"] in policies]
     return simulate(StudyConfig.model_validate(data), processes=processes)
 
@@ -159,16 +157,64 @@ def s2(seeds: int, processes: int) -> list[Row]:
 
 
 def s3(seeds: int, processes: int) -> list[Row]:
-    cells = run("s3-seer-qwen-vl", seeds, ("synchronous", "divided", "kv-area"), processes)
+    cells = run("s3-seer-qwen-vl", seeds, (*SEER, "kv-area"), processes)
     share = derived(cells, "synchronous", lambda n: n["tail_s"] / n["rollout_s"])
     return [
         Row("S3 synchronous rollout, s (fitted)", "3957", mean(cells, "synchronous", "rollout_s"), 3363, 4551, "{:.0f}"),
         Row("S3 preemptions", "13,686", mean(cells, "synchronous", "preemptions"), 11_633, 15_739, "{:.0f}"),
         Row("S3 tail, share of the rollout", "0.58", share, 0.46, 0.70),
         Row("S3 `divided`, rollout, times as fast", "1.56", ratio(cells, "seer-qwen-vl", "divided", "rollout_s"), 1.46, 1.66),
+        *speculating("S3", cells, "seer-qwen-vl", 1.08, 2.04),
         Row("S3 `divided`, above the work bound", "", mean(cells, "divided", "gap"), 0.0, 0.25, "{:.3f}"),
         Row("S3 `kv_area`, lengths learnt, above the work bound", "", mean(cells, "kv-area", "gap"), 0.0, 0.10, "{:.3f}"),
     ]  # fmt: skip
+
+
+def s4(seeds: int, processes: int) -> list[Row]:
+    cells = run("s4-moonlight", seeds, SEER, processes)
+    return [
+        Row("S4 synchronous rollout, s (fitted)", "3910", mean(cells, "synchronous", "rollout_s"), 3323, 4497, "{:.0f}"),
+        Row("S4 `divided`, rollout, times as fast", "1.47", ratio(cells, "seer-moonlight", "divided", "rollout_s"), 1.37, 1.57),
+        *speculating("S4", cells, "seer-moonlight", 1.16, 1.90),
+    ]  # fmt: skip
+
+
+def s4b(seeds: int, processes: int) -> list[Row]:
+    cells = run("s4b-kimi-k2", seeds, SEER, processes)
+    return [
+        Row("S4b synchronous rollout, s (fitted)", "12202", mean(cells, "synchronous", "rollout_s"), 10_372, 14_032, "{:.0f}"),
+        Row("S4b `divided`, rollout, times as fast", "1.27", ratio(cells, "seer-k2", "divided", "rollout_s"), 1.17, 1.37),
+        *speculating("S4b", cells, "seer-k2", 1.26, 1.53),
+    ]  # fmt: skip
+
+
+SEER = ("synchronous", "synchronous, speculating", "divided", "divided, speculating")
+"""Policies of the studies after Seer: without and with its order, and its speculation."""
+
+
+def speculating(
+    scenario: str, cells: Sequence[Cell], workload: str, alone: float, divided: float
+) -> list[Row]:
+    """Against the synchronous rollout without drafts: with drafts from each answer alone, and from its group in Seer's order.
+    `alone` and `divided`: what Seer reports."""
+    rows = []
+    for policy, paper, name in (
+        ("synchronous, speculating", alone, "speculating"),
+        ("divided, speculating", divided, "`divided`, speculating from the group"),
+    ):
+        found = ratio(cells, workload, policy, "rollout_s")
+        if (scenario, policy) == ("S3", "divided, speculating"):
+            name += " (fitted)"
+        rows.append(
+            Row(
+                f"{scenario} {name}, rollout, times as fast",
+                f"{paper:.2f}",
+                found,
+                paper - 0.15,
+                paper + 0.15,
+            )
+        )
+    return rows
 
 
 TOOLS_S = (1.0, 6.0, 30.0, 120.0)
@@ -204,6 +250,37 @@ def s6(seeds: int, processes: int) -> list[Row]:
     return rules("S6 turns from 8 to 48 in 4 h:", caps.drifting(seeds, processes))
 
 
+def s8(seeds: int, processes: int) -> list[Row]:
+    kinds = ("whole", "split")
+    caps_of = {kind: [f"{kind}, fixed {cap}" for cap in (16, 24, 32, 48)] for kind in kinds}
+    policies = [name for kind in kinds for name in (*caps_of[kind], f"{kind}, predictive")]
+    cells = run("s8-split", seeds, policies, processes, steps=None, skip_seconds=600)
+
+    def goodput(policy: str) -> float:
+        return mean(cells, policy, "ended_per_s")[0]
+
+    best = {kind: max(caps_of[kind], key=goodput) for kind in kinds}
+    rows = [
+        Row(f"S8 split in pairs, best fixed cap {cap(best['split'])}, by whole engines at theirs, {cap(best['whole'])}",
+            "", by(cells, best["split"], best["whole"])),
+    ]  # fmt: skip
+    for kind in kinds:
+        found = by(cells, f"{kind}, predictive", best[kind])
+        rows.append(
+            Row(f"S8 {kind}: `predictive`, by its best fixed cap", "", found, 0.97, 9.0, form="{:.3f}")
+        )
+    return rows
+
+
+def cap(policy: str) -> str:
+    return policy.rpartition(" ")[2]
+
+
+def by(cells: Sequence[Cell], ours: str, base: str) -> tuple[float, float]:
+    """Goodput of one policy by that of another, seed by seed."""
+    return ratio(cells, cells[0].workload, base, "ended_per_s", ours)
+
+
 SCENARIOS: dict[str, Callable[[int, int], list[Row]]] = {
     "S10": s10,
     "time between tokens": lambda seeds, processes: latencies(),
@@ -211,8 +288,11 @@ SCENARIOS: dict[str, Callable[[int, int], list[Row]]] = {
     "S1b": s1b,
     "S2": s2,
     "S3": s3,
+    "S4": s4,
+    "S4b": s4b,
     "S5": s5,
     "S6": s6,
+    "S8": s8,
 }
 """By what their rows begin with."""
 

@@ -16,7 +16,7 @@ from paceline.core.setup import CoreSetup
 from paceline.domain.commands import Command
 from paceline.domain.events import Event
 from paceline.journal.lines import line_of
-from paceline.sim.engine import EngineModel, Speed
+from paceline.sim.engine import Endpoint, EngineModel, Speed
 from paceline.sim.simulation import Simulation
 from paceline.sim.workloads import PRESETS, Workload, workload_of
 from paceline.sim.world import FaultModel, TrainerModel, WeightsModel
@@ -62,6 +62,7 @@ def simulation(
     scheduling: Scheduling | None = None,
     engines: int = 2,
     speed: Speed = SMALL,
+    make: Callable[[Speed], Endpoint] = EngineModel,
     workload: Workload | None = None,
     train_s: float = 20.0,
     weights: WeightsModel | None = None,
@@ -75,7 +76,7 @@ def simulation(
     chosen = of or small_setup(**changes)
     return Simulation(
         Core(chosen, admission or FixedCap(8), scheduling or Overlap()),
-        {f"e{number}": EngineModel(speed) for number in range(engines)},
+        {f"e{number}": make(speed) for number in range(engines)},
         {"env": workload or workload_of(PRESETS[preset], chosen.seed)},
         algorithm=builtin("grpo", {}),
         rules={"env": GroupRules(env="env", seq_len=SEQ_LEN)},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from sim_kit import SEQ_LEN, SMALL, Kept, simulation, small_setup
 
@@ -13,7 +14,7 @@ from paceline.core.admission import Admission, FixedCap, PredictiveCap
 from paceline.core.processing import GroupRules
 from paceline.core.scheduling import Overlap, Overprovision, Scheduling, Synchronous
 from paceline.domain import commands as do
-from paceline.sim.engine import Speed
+from paceline.sim.engine import EngineModel, Link, Speculation, Speed, SplitEngine
 from paceline.sim.workloads import PRESETS, workload_of
 from paceline.sim.world import WeightsModel
 from paceline.testing.modelled import Book, ModelledEngine, ModelledEnv
@@ -21,6 +22,10 @@ from paceline.testing.run import run_driver
 from paceline.testing.trainer import ScriptedTrainer
 
 TIGHT = Speed(kv_tokens=42_000, max_model_len=40_000)
+
+
+def split(speed: Speed) -> SplitEngine:
+    return SplitEngine(speed, [SMALL], Link(token_s=4e-6, setup_s=1e-3))
 
 
 def decisions(entries: list[tuple[float, Any, Any]]) -> list[tuple[float, str]]:
@@ -60,6 +65,14 @@ CASES: dict[str, tuple[str, Callable[[], Admission], Callable[[], Scheduling], d
     "recompute": ("code-single", lambda: FixedCap(8), Overlap, {"mode": "recompute", "lag": 2}),
     "drain": ("code-single", lambda: FixedCap(8), Overlap, {"mode": "drain", "lag": 2}),
     "full-cache": ("swe-small", lambda: FixedCap(10), Overlap, {"speed": TIGHT, "max_steps": 2}),
+    "split": ("swe-small", lambda: FixedCap(10), Overlap, {"speed": TIGHT, "max_steps": 2, "make": split}),
+    "split-drain": ("code-single", lambda: FixedCap(8), Overlap, {"mode": "drain", "lag": 2, "make": split}),
+    "speculating": (
+        "code-single",
+        lambda: FixedCap(8),
+        Overlap,
+        {"speed": msgspec.structs.replace(SMALL, speculation=Speculation(references="none")), "lag": 2},
+    ),
     # One engine: readings of two come at the same moment, in an order of the loop's, and the first gets what starts.
     "predictive": (
         "swe-small",
@@ -76,7 +89,7 @@ def test_heap_and_runtime_give_the_same_commands_at_the_same_times(case: str, se
     preset, admission, scheduling, changes = CASES[case]
     changes = dict(changes)
     speed, poll_s = changes.pop("speed", SMALL), changes.pop("poll_s", None)
-    engines = changes.pop("engines", 2)
+    engines, make = changes.pop("engines", 2), changes.pop("make", EngineModel)
     weights = WeightsModel(load_s=2.0, mode=changes.pop("mode", "keep"))
     of = small_setup(seed=seed, **changes)
     workload = workload_of(PRESETS[preset], seed)
@@ -87,6 +100,7 @@ def test_heap_and_runtime_give_the_same_commands_at_the_same_times(case: str, se
         scheduling=scheduling(),
         engines=engines,
         speed=speed,
+        make=make,
         workload=workload,
         weights=weights,
         poll_s=poll_s,
@@ -96,7 +110,9 @@ def test_heap_and_runtime_give_the_same_commands_at_the_same_times(case: str, se
     run = run_driver(
         of,
         {"env": ModelledEnv(book)},
-        engines=lambda: [ModelledEngine(f"e{n}", speed, book, weights) for n in range(engines)],
+        engines=lambda: [
+            ModelledEngine(f"e{n}", speed, book, weights, model=make(speed)) for n in range(engines)
+        ],
         trainer=lambda: ScriptedTrainer(train_s=lambda _step: 20.0),
         admission=admission(),
         scheduling=scheduling(),

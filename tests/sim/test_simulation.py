@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
+import msgspec
 import pytest
-from sim_kit import Kept, as_bytes, simulation
+from sim_kit import SMALL, Kept, as_bytes, simulation
 
 from paceline.core.admission import AdaptiveCap, Admission, Bounds, FixedCap, PredictiveCap
 from paceline.core.scheduling import (
@@ -22,7 +24,8 @@ from paceline.core.scheduling import (
 from paceline.core.streams import key, uniform
 from paceline.domain import events as on
 from paceline.errors import EngineError
-from paceline.sim.engine import Speed
+from paceline.sim.engine import EngineModel, Link, Speculation, Speed, SplitEngine
+from paceline.sim.engine.split import Recompute
 from paceline.sim.world import FaultModel, WeightsModel
 from paceline.testing.simulated import Checked
 
@@ -82,8 +85,12 @@ def _admission(kind: int) -> Admission:
     return AdaptiveCap(Bounds(most=24)) if kind == 1 else PredictiveCap(Bounds(most=24))
 
 
+def split(speed: Speed, recompute: Recompute) -> SplitEngine:
+    return SplitEngine(speed, [SMALL], Link(token_s=4e-6, setup_s=1e-3), recompute=recompute)
+
+
 def chance_run(seed: int) -> None:
-    """A small world with everything drawn: policy, admission, faults, memory, weights, segments."""
+    """A small world with everything drawn: policy, admission, faults, memory, weights, segments, kinds of engines."""
 
     def draw(what: str, n: int) -> int:
         return int(uniform(key(seed, what), 0) * n)
@@ -99,12 +106,17 @@ def chance_run(seed: int) -> None:
         engine_back_s=60.0,
     )
     admission = _admission(draw("admission", 3))
+    speed = Speed(kv_tokens=(30_000, 60_000)[draw("memory", 2)], max_model_len=29_000, max_num_seqs=12)
+    if draw("speculation", 4) == 0:
+        speed = msgspec.structs.replace(speed, speculation=Speculation(off_above=10))
+    kind = draw("kind", 6)
     sim = simulation(
         ("code-single", "math-tool", "search")[draw("preset", 3)],
         seed=seed,
         scheduling=make(),
         admission=admission,
-        speed=Speed(kv_tokens=(30_000, 60_000)[draw("memory", 2)], max_model_len=29_000, max_num_seqs=12),
+        speed=speed,
+        make=EngineModel if kind > 1 else partial(split, recompute=("prefill", "decode")[kind]),
         weights=WeightsModel(
             load_s=2.0 * draw("slow", 2), mode=("keep", "recompute", "drain")[draw("mode", 3)]
         ),

@@ -10,6 +10,7 @@ from paceline.cli.main import main
 from paceline.cli.studies import simulate
 from paceline.errors import ConfigError
 from paceline.sim.cells import Cell, build, paired, run_cell
+from paceline.sim.engine import EngineModel, SplitEngine
 from paceline.sim.page import page
 from paceline.sim.study import load_study
 
@@ -91,6 +92,44 @@ def test_what_is_wrong_with_a_study_is_named(tmp_path: Path) -> None:
         (tmp_path / "broken.toml").write_text(broken)
         with pytest.raises(ConfigError, match=said or "take more GPUs an engine"):
             first_cell(tmp_path / "broken.toml")
+
+
+@pytest.mark.parametrize(
+    ("added", "said"),
+    [
+        ("[engines]\nshared_kv_gb_s = 40\nprefill = {}", "policy 'synchronous': engines.shared_kv_gb_s brings KV"),
+        ("[engines]\nrecorded = 'x'\nprefill = {}", "prefill needs to know the model"),
+        ("[engines]\nrecorded = 'x'\nspeculation = {}", "speculation needs to know the model"),
+        ("[engines]\nprefill = { gpu = 'P100' }", "prefill.gpu 'P100' is not known"),
+        ("[engines]\nkv_tokens = 90000\nmax_num_seqs = 8\n[engines.prefill]\ngpu='T'\n[gpus.T]\ntflops=1\nbandwidth_tb_s=1\nmemory_gb=22",
+         "does not fit a prefill engine of"),
+        ("[engines]\nexpert_parallel = true", "the model is dense, and has no experts"),
+        ("[engines]\nmodel='moe'\nexpert_parallel = true\n[models.moe]\nlayers=2\nheads=2\nparams_b=4\nactive_b=1\nexperts=8",
+         "does not say what a token sends them"),
+    ],
+)  # fmt: skip
+def test_options_of_engines_that_disagree_are_refused(tmp_path: Path, added: str, said: str) -> None:
+    (tmp_path / "broken.toml").write_text(f"{SMALL}\n{added}\n")
+    with pytest.raises(ConfigError, match=said):
+        first_cell(tmp_path / "broken.toml")
+
+
+def test_a_policy_may_split_its_engines_and_speculate(tmp_path: Path) -> None:
+    apart = (
+        "\nengines = 1\nprefill = { count = 2, gpus = 2, link_gb_s = 10 }\nspeculation = { off_above = 4 }\n"
+    )
+    (tmp_path / "small.toml").write_text(SMALL + apart)
+    study = load_study(tmp_path / "small.toml")
+    plain, split = (build(study, policy, study.workload[0], 1).engines for policy in study.policy)
+    assert isinstance(plain["e0"], EngineModel)
+    (engine,) = split.values()
+    assert isinstance(engine, SplitEngine)
+    assert [each.speed.kv_tokens > 2 * engine.speed.kv_tokens for each in engine.prefill] == [True, True]
+    assert engine.speed.speculation is not None
+    assert engine.prefill[0].speed.speculation is None
+    cell = run_cell(study, study.policy[1], study.workload[0], 1)
+    assert cell.numbers["tokens_per_pass"] > 1
+    assert "gap" not in cell.numbers
 
 
 def first_cell(path: Path) -> Cell:

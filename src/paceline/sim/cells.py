@@ -17,11 +17,11 @@ from paceline.core.scheduler import Core
 from paceline.core.scheduling import scheduling_of
 from paceline.core.setup import core_setup
 from paceline.domain.commands import StartRollout
-from paceline.domain.ids import EnvName
+from paceline.domain.ids import EngineId, EnvName
 from paceline.errors import ConfigError
 from paceline.sim.bound import lower_bound
-from paceline.sim.calibrate import Record, recorded_engines
-from paceline.sim.engine import EngineModel
+from paceline.sim.calibrate import Record, RecordedEngines, recorded_engines
+from paceline.sim.engine import Endpoint, EngineModel, SplitEngine
 from paceline.sim.metrics import Measure, confidence, counted_steps, length_bias, ramp_s, summarize
 from paceline.sim.plan import RolloutPlan, Workload
 from paceline.sim.simulation import Fold, Simulation
@@ -100,11 +100,9 @@ def build(
     recorded = None
     if study.engines.recorded is not None:
         recorded = recorded_engines(_records(study.engines.recorded, journals))
-    speed = study.speed(longest_context(workloads), recorded)
-    count = policy.engines or study.engines.count
     return Simulation(
         Core(setup, chosen, scheduling_of(config)),
-        {f"e{number}": EngineModel(speed) for number in range(count)},
+        engines_of(study, policy, longest_context(workloads), recorded),
         workloads,
         algorithm=builtin(config.algorithm.name, config.algorithm.args),
         rules={env.label: GroupRules.of(env, config.batch, config.filters) for env in config.env},
@@ -115,6 +113,19 @@ def build(
         shared_kv_s=study.shared_kv_s,
         folds=folds,
     )
+
+
+def engines_of(
+    study: StudyConfig, policy: PolicySection, longest: int, recorded: RecordedEngines | None = None
+) -> dict[EngineId, Endpoint]:
+    """What the core takes for engines, for contexts of up to `longest` tokens. ConfigError when one does not fit."""
+    speed = study.speed(longest, recorded, policy.speculation)
+    names = [f"e{number}" for number in range(policy.engines or study.engines.count)]
+    prefill = policy.prefill or study.engines.prefill
+    if prefill is None:
+        return {name: EngineModel(speed) for name in names}
+    helpers, link = [study.prefill_speed(longest, prefill)] * prefill.count, study.link(prefill)
+    return {name: SplitEngine(speed, helpers, link, recompute=prefill.recompute) for name in names}
 
 
 def run_cell(
@@ -191,6 +202,8 @@ def _numbers(
         "prefix_hits": sum(t.hits for t in totals) / max(1, sum(t.queries for t in totals)),
         "lost_share": sum(measure.lost_tokens.values()) / max(1, measure.sampled),
     }
+    if any(engine.speed.speculation is not None for engine in engines):
+        numbers["tokens_per_pass"] = sum(t.steps for t in totals) / max(1.0, sum(t.passes for t in totals))
     summary = summarize(measure, study.study.skip_steps)
     if summary is None:
         return numbers
@@ -209,7 +222,9 @@ def _numbers(
         bias = length_bias(trained, [plan.sampled for plan in plans], cap=max(plan.sampled for plan in plans))
         numbers |= {f"length_{name}": value for name, value in msgspec.structs.asdict(bias).items()}
         single = [plan for plan in plans if len(plan.turns) == 1]
-        if len(single) == len(plans) and len(workload.env) == 1:
+        # The bound is of engines that do their own prefill, and sample a token a sequence and step.
+        plain = all(isinstance(e, EngineModel) and e.speed.speculation is None for e in engines)
+        if plain and len(single) == len(plans) and len(workload.env) == 1:
             per_step = len(trained) / summary.steps
             bound = lower_bound(
                 [plan.prompt for plan in plans],

@@ -18,6 +18,7 @@ COLUMNS: Mapping[str, str] = {
     "kv_use": "KV held",
     "preemptions": "preemptions",
     "prefix_hits": "prefix hits",
+    "tokens_per_pass": "tokens a pass",
     "wasted_share": "wasted",
     "length_mean": "length bias",
     "length_cap_share": "at the cap",

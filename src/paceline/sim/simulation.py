@@ -11,7 +11,7 @@ at one moment is first in, first out, as on an event loop), so it takes the same
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
 from math import inf, isfinite
 from typing import Any, Protocol
@@ -24,14 +24,15 @@ from paceline.domain import commands as do
 from paceline.domain import events as on
 from paceline.domain.commands import Command
 from paceline.domain.events import Event
-from paceline.domain.ids import EngineId, EnvName, GroupId, RolloutId, Version
+from paceline.domain.ids import EngineId, EnvName, RolloutId
 from paceline.domain.load import EngineInfo
 from paceline.domain.rollout import Finish, Outcome
-from paceline.sim.engine.calls import Call, Chain
-from paceline.sim.engine.model import EngineModel
+from paceline.sim.engine.calls import Call
+from paceline.sim.engine.endpoint import Endpoint
 from paceline.sim.plan import Workload
 from paceline.sim.records import blank_samples
 from paceline.sim.rollouts import SimRollout
+from paceline.sim.siblings import Siblings
 from paceline.sim.world import FaultModel, TrainerModel, WeightsModel
 
 
@@ -47,7 +48,7 @@ class Simulation:
     def __init__(
         self,
         core: Core,
-        engines: Mapping[EngineId, EngineModel],
+        engines: Mapping[EngineId, Endpoint],
         workloads: Mapping[EnvName, Workload],
         *,
         algorithm: Algorithm,
@@ -93,7 +94,6 @@ class Simulation:
         """Weights that engines are about to load, and since when; they may still be finishing a step."""
         self._train_free_at = 0.0
         self._ship_free_at = 0.0
-        self._chains: dict[GroupId, tuple[Version, Chain]] = {}
         self._performers: dict[type, Callable[[Any], None] | None] = {
             kind: getattr(self, f"_do_{kind.__name__}", None)
             for kind in vars(do).values()
@@ -101,6 +101,7 @@ class Simulation:
         }
         block = next(iter(self.engines.values())).speed.block
         self._block = block
+        self._siblings = Siblings(block)
         self._post(on.RunOpened("simulation", core.setup.seed))
         for name, engine in self.engines.items():
             self._post(on.EngineJoined(self._info(name), engine.version))
@@ -217,8 +218,9 @@ class Simulation:
             rollout.context,
             most,
             own=(command.version, rollout.command.rollout),
-            chain=self._chain(rollout, command.version),
+            chain=self._siblings.chain(rollout, command.version),
             block=self._block,
+            references=self._siblings.references(rollout),
         )
         if self._faults.call and self._call_fails(rollout, command.engine):
             return
@@ -240,35 +242,17 @@ class Simulation:
             if engine.next_at < self._armed[name]:
                 self._arm(name, engine)
 
-    def _chain(self, rollout: SimRollout, version: Version) -> Chain:
-        """What its context shares with others under one policy version, in whole blocks."""
-        group = rollout.command.rollout.group
-        known = self._chains.get(group)
-        if known is not None and known[0] == version:
-            return known[1]
-        plan, block = rollout.plan, self._block
-        parts: list[tuple[Hashable, int]] = []
-        scaffold = plan.scaffold // block
-        if scaffold:
-            parts.append(((version, rollout.command.task.env), scaffold))
-        prompt = (plan.scaffold + plan.prompt) // block - scaffold
-        if prompt:
-            parts.append(((version, group), prompt))
-        chain = tuple(parts)
-        self._chains[group] = version, chain
-        return chain
-
     def _do_ForgetGroup(self, command: do.ForgetGroup) -> None:
-        self._chains.pop(command.group, None)
+        self._siblings.forget(command.group)
 
     # ── engines ──
 
-    def _arm(self, name: EngineId, engine: EngineModel) -> None:
+    def _arm(self, name: EngineId, engine: Endpoint) -> None:
         self._armed[name] = engine.next_at
         self._order += 1
         heappush(self._heap, (engine.next_at, self._order, self._engine_due, (name, engine)))
 
-    def _engine_due(self, name: EngineId, engine: EngineModel) -> None:
+    def _engine_due(self, name: EngineId, engine: Endpoint) -> None:
         if self._armed[name] == self.now:
             self._armed[name] = inf
         if engine.next_at <= self.now:
@@ -279,7 +263,7 @@ class Simulation:
         if engine.next_at < self._armed[name]:
             self._arm(name, engine)
 
-    def _call_done(self, name: EngineId, engine: EngineModel, call: Call, finish: Finish) -> None:
+    def _call_done(self, name: EngineId, engine: Endpoint, call: Call, finish: Finish) -> None:
         rollout = self.running[call.key]  # type: ignore[index]
         rollout.call = None
         now, tokens = self.now, call.sampled
@@ -381,7 +365,7 @@ class Simulation:
         if engine.next_at < self._armed[name]:
             self._arm(name, engine)
 
-    def _bring_up(self, name: EngineId, engine: EngineModel) -> None:
+    def _bring_up(self, name: EngineId, engine: Endpoint) -> None:
         """What is due on an engine at this very moment comes first."""
         if engine.next_at <= self.now:
             for call in engine.run(self.now):

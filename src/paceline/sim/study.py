@@ -22,7 +22,18 @@ from paceline.config.batch import BatchSection
 from paceline.config.load import load
 from paceline.errors import ConfigError
 from paceline.sim.calibrate import RecordedEngines
-from paceline.sim.engine import GPUS, MODELS, Efficiency, GpuSpec, ModelSpec, Speed, speed_of
+from paceline.sim.engine import (
+    GPUS,
+    MODELS,
+    Efficiency,
+    GpuSpec,
+    Link,
+    ModelSpec,
+    PrefillEngines,
+    Speculation,
+    Speed,
+    speed_of,
+)
 from paceline.sim.workloads import PRESETS, AgentTurns, ReasoningLengths
 from paceline.sim.world import FaultModel, TrainerModel, WeightsModel
 
@@ -36,6 +47,9 @@ class EnginesSection(Section):
     """A GPU that Paceline knows, or one of `[gpus.NAME]`."""
     gpus: int = Field(default=1, ge=1)
     """GPUs of one engine, which share one copy of the weights."""
+    expert_parallel: bool = False
+    """Whether they share the experts alone, and each has the other weights and sequences of its own: data parallel attention,
+    expert parallel layers."""
     recorded: str | None = None
     """Directory of a run whose engines are taken instead of a model on a GPU: what their steps cost as `paceline calibrate`
     fits it, and the capacity that they told."""
@@ -59,6 +73,10 @@ class EnginesSection(Section):
     shared_kv_gb_s: float | None = Field(default=None, gt=0)
     """Engines share a pool of KV, and bring it at this many gigabytes a second, so that a rollout may go on elsewhere
     without a prefill; none: each has its own."""
+    prefill: PrefillEngines | None = None
+    """Engines that prefill for each of these, which then only decode; none: each does both."""
+    speculation: Speculation | None = None
+    """How they speculate; none: they do not."""
 
 
 class SimEnv(Section):
@@ -132,6 +150,10 @@ class PolicySection(Section):
     """As `[algorithm]` of a run."""
     engines: int | None = Field(default=None, ge=1)
     """Engines, where it differs from `[engines]`: overlapping schemes share the GPUs with the trainer."""
+    prefill: PrefillEngines | None = None
+    """Where it differs from `[engines.prefill]`."""
+    speculation: Speculation | None = None
+    """Where it differs from `[engines.speculation]`."""
     weights: WeightsModel | None = None
     """Where it differs from `[weights]`."""
     trainer: TrainerModel | None = None
@@ -211,19 +233,55 @@ class StudyConfig(Section):
                 raise ValueError(
                     f"engines.{what} {name!r} is not known; there are {', '.join(sorted(known))}"
                 )
+        for policy in self.policy:
+            self._engines_agree(policy)
         known_names = [n for n in Efficiency.__struct_fields__ if n != "all_reduce_s"]
         if unknown := sorted(set(self.efficiency) - set(known_names)):
             raise ValueError(f"efficiency has no {unknown[0]!r}; there are {', '.join(known_names)}")
         return self
 
-    def speed(self, longest: int, recorded: RecordedEngines | None = None) -> Speed:
-        """Of one engine, for contexts of up to `longest` tokens; `recorded` are the engines of `engines.recorded`.
-        ConfigError when one does not fit."""
-        section = self.engines
+    def _engines_agree(self, policy: PolicySection) -> None:
+        section, where = self.engines, f"policy {policy.name!r}"
+        prefill, speculation = policy.prefill or section.prefill, policy.speculation or section.speculation
+        if prefill is not None and section.shared_kv_gb_s is not None:
+            raise ValueError(
+                f"{where}: engines.shared_kv_gb_s brings KV from a pool, and prefill from prefill engines: leave one out"
+            )
+        for what, given in (("prefill", prefill), ("speculation", speculation)):
+            if given is not None and section.recorded is not None:
+                raise ValueError(
+                    f"{where}: {what} needs to know the model and its GPUs, and engines.recorded tells only what steps of "
+                    "whole engines cost: leave one out"
+                )
+        known = {**GPUS, **self.gpus}
+        if prefill is not None and prefill.gpu is not None and prefill.gpu not in known:
+            raise ValueError(
+                f"{where}: prefill.gpu {prefill.gpu!r} is not known; there are {', '.join(sorted(known))}"
+            )
+
+    def speed(
+        self, longest: int, recorded: RecordedEngines | None = None, speculation: Speculation | None = None
+    ) -> Speed:
+        """Of one engine, for contexts of up to `longest` tokens; `recorded` are the engines of `engines.recorded`,
+        `speculation` is instead of `engines.speculation`. ConfigError when one does not fit."""
         speed = self._modelled(longest) if recorded is None else self._recorded(longest, recorded)
+        return self._limited(speed, longest, "an engine", speculation=speculation or self.engines.speculation)
+
+    def prefill_speed(self, longest: int, prefill: PrefillEngines) -> Speed:
+        """Of one prefill engine. ConfigError when a context does not fit it."""
+        return self._limited(self._modelled(longest, prefill), longest, "a prefill engine")
+
+    def link(self, prefill: PrefillEngines) -> Link:
+        """What moving KV into a decode engine takes."""
+        return Link(self._model.kv_bytes_per_token / (prefill.link_gb_s * 1e9), prefill.link_s)
+
+    def _limited(
+        self, speed: Speed, longest: int, what: str, speculation: Speculation | None = None
+    ) -> Speed:
+        section = self.engines
         if longest > speed.kv_tokens:
             raise ConfigError(
-                f"a context of {longest} tokens does not fit an engine of {speed.kv_tokens}: take more GPUs an engine, "
+                f"a context of {longest} tokens does not fit {what} of {speed.kv_tokens}: take more GPUs an engine, "
                 "or a shorter cap"
             )
         return msgspec.structs.replace(
@@ -231,6 +289,7 @@ class StudyConfig(Section):
             max_num_seqs=section.max_num_seqs,
             max_batched_tokens=section.max_batched_tokens,
             enters_by_chunk=section.enters_by_chunk,
+            speculation=speculation,
         )
 
     def _recorded(self, longest: int, recorded: RecordedEngines) -> Speed:
@@ -243,19 +302,26 @@ class StudyConfig(Section):
         longest = section.max_model_len or recorded.max_model_len or longest
         return recorded.calibration.speed(kv_tokens=kv_tokens, max_model_len=longest)
 
-    def _modelled(self, longest: int) -> Speed:
+    def _modelled(self, longest: int, prefill: PrefillEngines | None = None) -> Speed:
         section = self.engines
-        model = {**MODELS, **self.models}[section.model]
+        gpu, gpus, kv_tokens = section.gpu, section.gpus, section.kv_tokens
+        if prefill is not None and (prefill.gpu or prefill.gpus):
+            gpu, gpus, kv_tokens = prefill.gpu or gpu, prefill.gpus or gpus, None
         return speed_of(
-            model,
-            {**GPUS, **self.gpus}[section.gpu],
-            gpus=section.gpus,
+            self._model,
+            {**GPUS, **self.gpus}[gpu],
+            gpus=gpus,
+            expert_parallel=section.expert_parallel,
             slow=section.slow,
             efficiency=Efficiency(**self.efficiency),  # type: ignore[arg-type]
             utilization=section.utilization,
             max_model_len=section.max_model_len or longest,
-            kv_tokens=section.kv_tokens,
+            kv_tokens=kv_tokens,
         )
+
+    @property
+    def _model(self) -> ModelSpec:
+        return {**MODELS, **self.models}[self.engines.model]
 
     @property
     def shared_kv_s(self) -> float | None:
@@ -263,7 +329,7 @@ class StudyConfig(Section):
         rate = self.engines.shared_kv_gb_s
         if rate is None:
             return None
-        return {**MODELS, **self.models}[self.engines.model].kv_bytes_per_token / (rate * 1e9)
+        return self._model.kv_bytes_per_token / (rate * 1e9)
 
     def run_config(self, workload: WorkloadSection, policy: PolicySection, seed: int) -> RunConfig:
         """The config of the run that one cell simulates: what the production code decides by."""

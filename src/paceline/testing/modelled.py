@@ -19,7 +19,7 @@ from paceline.domain.rollout import Finish, Limit
 from paceline.domain.task import Split, Task
 from paceline.envs.protocol import Context, EndlessTasks, Environment, Model, Result, TaskSource
 from paceline.ports import GenerateReply, GenerateRequest
-from paceline.sim.engine import Call, EngineModel, Speed
+from paceline.sim.engine import Call, Endpoint, EngineModel, Speed
 from paceline.sim.plan import RolloutPlan, Workload
 from paceline.sim.records import blank_ids, blank_logprobs
 from paceline.sim.world import WeightsModel
@@ -79,8 +79,10 @@ class ModelledEngine:
         book: Book,
         weights: WeightsModel | None = None,
         version: Version = 0,
+        model: Endpoint | None = None,
     ) -> None:
-        self.model = EngineModel(speed, version)
+        """`model`: what answers, if it is not one engine of `speed` that holds `version`."""
+        self.model: Endpoint = model or EngineModel(speed, version)
         self.info = EngineInfo(id, speed.kv_tokens, speed.max_model_len)
         self._book = book
         self._weights = weights or WeightsModel()

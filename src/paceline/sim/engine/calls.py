@@ -26,10 +26,12 @@ class Call:
         "joined_sampled",
         "joined_step",
         "key",
+        "likely",
         "marks",
         "missing",
         "own",
         "prompt",
+        "references",
         "restored",
         "running",
         "sampled",
@@ -49,9 +51,11 @@ class Call:
         chain: Chain = (),
         block: int = 16,
         restored: int = 0,
+        references: int = 0,
     ) -> None:
         """`own` names the conversation in the prefix cache (`key` when left out). `restored`: tokens of the context whose
-        KV was brought from elsewhere, so that they need no prefill."""
+        KV was brought from elsewhere, so that they need no prefill. `references`: other answers that an engine which
+        speculates may take drafts from."""
         self.key = key
         self.prompt = prompt
         self.target = target
@@ -60,6 +64,9 @@ class Call:
         self.own = key if own is None else own
         self.chain = chain
         self.restored = restored
+        self.references = references
+        self.likely = 0
+        """How likely a draft for it is right, in millionths."""
         self.shared_tokens = block * sum([blocks for _, blocks in chain]) if chain else 0
         self.sampled = 0
         """Tokens sampled; while it decodes, those by the time it began to."""
@@ -78,6 +85,11 @@ class Call:
         """Tokens of its own in the KV cache, less the step count: constant while it decodes."""
         self.marks: list[tuple[Version, int]] | None = None
         """(version, tokens sampled in all by the time it was replaced)."""
+
+    @property
+    def has_left(self) -> bool:
+        """Whether its engine is done with it."""
+        return self.running == 3
 
     def versions(self, version: Version) -> VersionRuns:
         """Run-length over what it sampled; `version` is what its engine holds now."""
@@ -107,6 +119,9 @@ class Totals(msgspec.Struct):
     """Of them, those that were found, or brought from elsewhere."""
     preemptions: int = 0
     steps: int = 0
+    """Of one token for each sequence that decodes."""
+    passes: float = 0.0
+    """Of the model: as many as steps, and fewer where it speculates."""
     events: int = 0
     """Requests that came, entered, were preempted or left, and stretches of equal steps: what had to be looked at."""
     busy_s: float = 0.0

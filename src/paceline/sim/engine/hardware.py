@@ -39,6 +39,8 @@ class ModelSpec(Section):
     """Parameters, in billions."""
     active_b: float | None = Field(default=None, gt=0)
     """Parameters that a token uses, in billions; none: all of them."""
+    hidden: int | None = Field(default=None, ge=1)
+    """Width of what a layer passes on: what a token sends to experts on other GPUs; only asked for with `expert_parallel`."""
     embedding_b: float = Field(default=0.0, ge=0)
     """Parameters of the input embedding, in billions: kept, but not read in a step."""
     experts: int | None = Field(default=None, ge=2)
@@ -89,13 +91,15 @@ MODELS: Final[Mapping[str, ModelSpec]] = {
     "llama-3.1-70b": ModelSpec(layers=80, heads=64, kv_heads=8, params_b=70.6, embedding_b=1.05),
     "mistral-nemo-12b": ModelSpec(layers=40, heads=32, kv_heads=8, params_b=12.2, embedding_b=0.67),
     "qwen3-30b-a3b": ModelSpec(
-        layers=48, heads=32, kv_heads=4, params_b=30.5, active_b=3.3, embedding_b=0.31, experts=128, experts_active=8
+        layers=48, heads=32, kv_heads=4, params_b=30.5, active_b=3.3, embedding_b=0.31, experts=128, experts_active=8,
+        hidden=2048,
     ),
     "moonlight-16b-a3b": ModelSpec(
-        layers=27, heads=16, kv_latent=576, params_b=16.0, active_b=3.0, embedding_b=0.34, experts=64, experts_active=6
+        layers=27, heads=16, kv_latent=576, params_b=16.0, active_b=3.0, embedding_b=0.34, experts=64, experts_active=6,
+        hidden=2048,
     ),
     "kimi-k2": ModelSpec(
         layers=61, heads=64, kv_latent=576, params_b=1026.0, active_b=32.0, embedding_b=1.17, experts=384,
-        experts_active=8, weight_bytes=1,
+        experts_active=8, hidden=7168, weight_bytes=1,
     ),
 }  # fmt: skip

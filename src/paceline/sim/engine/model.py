@@ -21,6 +21,7 @@ from paceline.domain.load import EngineLoad
 from paceline.errors import InvariantError
 from paceline.sim.engine.cache import PrefixCache
 from paceline.sim.engine.calls import Call, Totals
+from paceline.sim.engine.speculation import Drafter
 from paceline.sim.engine.speed import Speed
 
 __all__ = ["Call", "EngineModel", "Totals"]
@@ -38,6 +39,7 @@ class EngineModel:
         self._decode_s: list[float] = []
         """By batch: a step of decode, without reading the KV."""
         self._blocks = max(1, speed.kv_tokens // speed.block)
+        self._drafter = None if speed.speculation is None else Drafter(speed.speculation, speed)
         self._reset()
 
     def _reset(self) -> None:
@@ -78,6 +80,12 @@ class EngineModel:
         """Steps of the stretch in hand; 0 when idle."""
         self._step_s = 0.0
         """A step of the stretch, without reading the KV of decoding calls."""
+        self._kv_s = speed.kv_s
+        """To read one token of their contexts in it."""
+        self._pass_tokens = 1.0
+        """Steps of the stretch that one pass of the model makes; more than one where it speculates."""
+        self._likely = 0
+        """Sum over them of how likely a draft is right."""
 
     # ── what a client does ──
 
@@ -85,6 +93,8 @@ class EngineModel:
         """Send a request."""
         call.started = now
         call.running = _WAITS
+        if self._drafter is not None:
+            call.likely = self._drafter.likelihood(call.references)
         self.totals.events += 1
         waiting = self._waiting
         waiting.append(call)
@@ -203,7 +213,7 @@ class EngineModel:
     # ── a stretch ──
 
     def _seconds(self, steps: int) -> float:
-        kv = self.speed.kv_s
+        kv = self._kv_s
         return steps * self._step_s + kv * (steps * self._context + self._batch * (steps * (steps + 1) // 2))
 
     def _done_steps(self, now: float) -> int:
@@ -213,8 +223,8 @@ class EngineModel:
         elapsed = now - self._since
         if elapsed <= 0.0:
             return 0
-        a = self.speed.kv_s * self._batch / 2
-        b = self._step_s + self.speed.kv_s * self._context + a
+        a = self._kv_s * self._batch / 2
+        b = self._step_s + self._kv_s * self._context + a
         return min(self._planned - 1, int(2 * elapsed / (b + sqrt(b * b + 4 * a * elapsed)) + 1e-9))
 
     def _cut(self, now: float) -> None:
@@ -235,6 +245,7 @@ class EngineModel:
         totals.busy_s += took
         totals.generated += steps * batch
         totals.steps += steps
+        totals.passes += steps / self._pass_tokens
         totals.events += 1
         if self._chunks:
             self._end_prefills()
@@ -275,6 +286,7 @@ class EngineModel:
         self._phases[call.alignment % self.speed.block] += 1
         self._batch += 1
         self._context += context
+        self._likely += call.likely
         heappush(self._finishes, (call.finish_step, call.entry, call))
 
     def _unjoin(self, call: Call) -> None:
@@ -284,6 +296,7 @@ class EngineModel:
         self._phases[call.alignment % block] -= 1
         self._batch -= 1
         self._context -= call.prompt + call.sampled
+        self._likely -= call.likely
 
     def _finish(self, call: Call) -> None:
         del self._running[call.key]
@@ -312,7 +325,7 @@ class EngineModel:
         self._leaving = []
 
     def _send_back(self, call: Call, *, keep: bool = True) -> None:
-        """Take a running call off and put it at the front of the line; it is computed again."""
+        """Take a running call off; it is computed again."""
         del self._running[call.key]
         self.totals.events += 1
         if call.running == _DECODES:
@@ -325,6 +338,10 @@ class EngineModel:
         call.running = _WAITS
         kept = max(0, computed - call.shared_tokens) // self.speed.block if keep else 0
         self._cache.release(call.chain, call.own, kept)
+        self._line_up(call)
+
+    def _line_up(self, call: Call) -> None:
+        """Whoever was taken off is next."""
         self._waiting.appendleft(call)
 
     # ── the scheduler's turn, between two steps ──
@@ -379,10 +396,10 @@ class EngineModel:
             if running and held + needed > capacity:
                 if not speed.enters_by_chunk or held >= capacity:
                     return
-                if held + -(-(self._found(call, context) + budget) // block) > capacity:
+                if held + -(-(self.found(call, context) + budget) // block) > capacity:
                     return
             waiting.popleft()
-            found = self._found(call, context)
+            found = self.found(call, context)
             totals = self.totals
             totals.events += 1
             totals.queries += context
@@ -406,8 +423,8 @@ class EngineModel:
             self._chunks.append((call, tokens))
             budget -= tokens
 
-    def _found(self, call: Call, context: int) -> int:
-        """Tokens of its context that need no prefill."""
+    def found(self, call: Call, context: int) -> int:
+        """Tokens of its context that need no prefill; `context`: how many it has."""
         block = self.speed.block
         found = max(self._cache.hits(call.chain, call.own) * block, call.restored)
         return min(found, (context - 1) // block * block)
@@ -425,15 +442,21 @@ class EngineModel:
             + sequences * speed.seq_s
             + attention * speed.attention_s
         )
+        self._kv_s, self._pass_tokens = speed.kv_s, 1.0  # a step that prefills is full without drafts
         self._planned = 1
         self.next_at = now + self._step_s + speed.kv_s * (self._context + batch)
 
     def _plan_decode(self, now: float) -> None:
         batch, steps, finishes = self._batch, self._steps, self._finishes
-        decode_s = self._decode_s
-        while len(decode_s) <= batch:
-            decode_s.append(self.speed.decode_s(len(decode_s)))
-        self._step_s = decode_s[batch]
+        if self._drafter is not None:
+            self._step_s, self._kv_s, self._pass_tokens = self._drafter.pace(
+                batch, self._context, self._likely
+            )
+        else:
+            decode_s = self._decode_s
+            while len(decode_s) <= batch:
+                decode_s.append(self.speed.decode_s(len(decode_s)))
+            self._step_s = decode_s[batch]
         while True:
             finish, entry, call = finishes[0]
             if call.entry == entry and call.running == _DECODES:

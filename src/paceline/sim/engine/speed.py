@@ -14,6 +14,7 @@ import msgspec
 
 from paceline.errors import ConfigError
 from paceline.sim.engine.hardware import GpuSpec, ModelSpec
+from paceline.sim.engine.speculation import Speculation
 
 
 class Efficiency(msgspec.Struct, frozen=True):
@@ -37,6 +38,10 @@ class Efficiency(msgspec.Struct, frozen=True):
     """Scheduling of one step."""
     seq_s: float = 3e-6
     """Scheduling and sampling of one sequence in a step."""
+    all_to_all_s: float = 50e-6
+    """Expert parallel: to send next to nothing to all GPUs and back, in one layer."""
+    network_gb_s: float = 50.0
+    """Expert parallel: gigabytes a second that one GPU sends, when there is more to send (DeepEP on H800: 44 to 54)."""
 
 
 class Speed(msgspec.Struct, frozen=True):
@@ -70,18 +75,22 @@ class Speed(msgspec.Struct, frozen=True):
     """Compute of prefilling one token against one token of context."""
     overhead_s: float = 1.0e-3
     """Launches and scheduling of a step."""
+    exchange_s: float = 0.0
+    """To send one token to the experts on other GPUs and back, in all layers."""
     seq_s: float = 3e-6
     """Scheduling and sampling of one sequence in a step."""
+    speculation: Speculation | None = None
+    """How it speculates; None: it does not."""
 
     def gemm_s(self, batch: int, tokens: float) -> float:
-        """Matrix products of a step with `batch` sequences and `tokens` tokens in all."""
+        """Matrix products of a step with `batch` sequences and `tokens` tokens in all, and what they wait for experts."""
         read = self.weights_s
         if self.experts_s:
             read += self.experts_s * (1.0 - (1.0 - self.expert_share) ** max(batch, tokens))
         compute = tokens * self.token_s
         read *= read
         compute *= compute
-        return sqrt(sqrt(read * read + compute * compute))
+        return sqrt(sqrt(read * read + compute * compute)) + tokens * self.exchange_s
 
     def decode_s(self, batch: int) -> float:
         """A step that decodes `batch` sequences, without reading the KV cache."""
@@ -102,23 +111,34 @@ def speed_of(
     efficiency: Efficiency | None = None,
     utilization: float = 0.9,
     activations_gb: float = 1.2,
-    data_parallel_attention: bool = False,
+    expert_parallel: bool = False,
     max_model_len: int = 32_768,
     max_num_seqs: int = 256,
     max_batched_tokens: int = 8192,
     kv_tokens: int | None = None,
 ) -> Speed:
-    """The constants of `model` on `gpus` GPUs that share one copy of the weights (tensor or expert parallel).
+    """The constants of `model` on `gpus` GPUs that share one copy of the weights (tensor parallel).
+
+    With `expert_parallel` they share the experts alone. Attention is data parallel: each GPU has all other weights, and the
+    sequences and their KV are spread evenly; tokens are sent to their experts and back in each layer.
 
     `slow` stretches every step: the one number to fit for an engine of unknown make. `activations_gb` of each GPU are
-    kept free; `kv_tokens` overrides the capacity. With `data_parallel_attention` the latents of MLA are spread over the
-    GPUs, else each holds them all. ConfigError when the weights do not fit.
+    kept free; `kv_tokens` overrides the capacity. ConfigError when the weights do not fit, or there are no experts to spread.
     """
     e = efficiency or Efficiency()
     bandwidth, peak = gpu.bandwidth_tb_s * 1e12, gpu.tflops * 1e12
     kv_bytes = model.kv_bytes_per_token
-    weights = model.params_b * 1e9 * model.weight_bytes
-    holders = 1 if model.kv_latent is not None and not data_parallel_attention else gpus
+    experts = model.expert_params
+    if expert_parallel and (not experts or model.hidden is None):
+        lacks = (
+            "is dense, and has no experts" if not experts else "does not say what a token sends them (hidden)"
+        )
+        raise ConfigError(
+            f"expert_parallel spreads experts over the GPUs, but the model {lacks}: leave it out, or add that"
+        )
+    copies = gpus if expert_parallel else 1
+    weights = ((model.params_b * 1e9 - experts) * copies + experts) * model.weight_bytes
+    holders = 1 if model.kv_latent is not None and not expert_parallel else gpus
     left = gpus * (gpu.memory_gb * 1e9 * utilization - activations_gb * 1e9) - weights
     capacity = int(left * holders / gpus // kv_bytes) if kv_tokens is None else kv_tokens
     if capacity < 1:
@@ -126,7 +146,6 @@ def speed_of(
             f"the weights take {weights / 1e9:.0f} GB, but {gpus} x {gpu.memory_gb:.0f} GB at {utilization:.0%} leave "
             "nothing for the KV cache: take more GPUs an engine"
         )
-    experts = model.expert_params
     read = (model.params_b - model.embedding_b) * 1e9 * model.weight_bytes - experts * model.weight_bytes
     active = (model.active_b or model.params_b) - model.embedding_b
     kv_share = (
@@ -136,18 +155,26 @@ def speed_of(
     attention_s = model.attention_flops / (gpus * peak * e.attention)
     if model.kv_latent is not None:
         kv_s = max(kv_s, model.attention_flops / (gpus * peak * e.attention))
-    reduce_s = 0.0 if gpus == 1 else e.all_reduce_s[0 if gpus == 2 else 1 if gpus == 4 else 2]
+    layer_s, exchange_s = e.layer_s, 0.0
+    if expert_parallel:
+        # To its experts in fp8, and back in bf16, from all GPUs at once.
+        sent = model.layers * model.experts_active * (model.hidden or 0) * 3
+        layer_s, exchange_s = layer_s + e.all_to_all_s, sent / (gpus * e.network_gb_s * 1e9)
+    elif gpus > 1:
+        layer_s += 2 * e.all_reduce_s[0 if gpus == 2 else 1 if gpus == 4 else 2]
     return Speed(
         kv_tokens=capacity,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_batched_tokens=max_batched_tokens,
-        weights_s=slow * read / (gpus * bandwidth * e.weights),
+        weights_s=slow * read * copies / (gpus * bandwidth * e.weights),
         experts_s=slow * experts * model.weight_bytes / (gpus * bandwidth * e.weights),
         expert_share=model.experts_active / model.experts if model.experts else 0.0,
         token_s=slow * 2 * active * 1e9 / (gpus * peak * e.compute),
         kv_s=slow * kv_s,
         attention_s=slow * attention_s,
-        overhead_s=slow * (model.layers * (e.layer_s + 2 * reduce_s) + e.step_s),
-        seq_s=slow * e.seq_s,
+        overhead_s=slow * (model.layers * layer_s + e.step_s),
+        exchange_s=slow * exchange_s,
+        # Data parallel attention: each GPU schedules its own sequences, beside the others.
+        seq_s=slow * e.seq_s / copies,
     )
