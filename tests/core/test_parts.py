@@ -15,7 +15,7 @@ from paceline.core.waits import waits
 from paceline.domain import commands as do
 from paceline.domain import events as on
 from paceline.domain.ids import RolloutId
-from paceline.domain.part import Asked, Part
+from paceline.domain.part import Asked, Part, sampled_crc
 from paceline.domain.rollout import Finish, Rollout
 from paceline.testing import World, chaos, setup_for, train_env
 from paceline.testing.invariants import Invariants
@@ -44,19 +44,37 @@ THIRD, FOURTH = part(2, 1, 0, 4, "stop"), part(3, 2, 0, 1)
 
 
 def test_parts_count_as_far_as_they_follow_each_other_and_the_journal_knows_them() -> None:
-    assert whole_parts([THIRD, FIRST, SECOND, FOURTH], 4) == (FIRST, SECOND, THIRD, FOURTH)
-    assert whole_parts([FIRST, SECOND, THIRD, FOURTH], 3) == (FIRST, SECOND, THIRD)
-    assert whole_parts([FIRST, THIRD, FOURTH], 4) == (FIRST,), "the end of a turn was lost"
-    assert whole_parts([SECOND, THIRD], 4) == ()
-    assert whole_parts([], 0) == ()
+    assert whole_parts([THIRD, FIRST, SECOND, FOURTH], 4, 99) == (FIRST, SECOND, THIRD, FOURTH)
+    assert whole_parts([FIRST, SECOND, THIRD, FOURTH], 3, 99) == (FIRST, SECOND, THIRD)
+    assert whole_parts([FIRST, THIRD, FOURTH], 4, 99) == (FIRST,), "the end of a turn was lost"
+    assert whole_parts([SECOND, THIRD], 4, 99) == ()
+    assert whole_parts([], 0, 99) == ()
+
+
+def test_a_part_does_not_follow_what_another_life_sampled_in_the_place_of_what_it_goes_on_from() -> None:
+    first = msgspec.structs.replace(FIRST, behind=0)
+    lost = msgspec.structs.replace(part(1, 0, 2, 3, "stop"), sampled_ids=np.full(3, 7, np.int32))
+    at_two = sampled_crc(first.sampled_ids)
+    stale = msgspec.structs.replace(SECOND, behind=at_two)
+    then = msgspec.structs.replace(THIRD, behind=sampled_crc(lost.sampled_ids, at_two))
+    assert whole_parts([first, msgspec.structs.replace(lost, behind=at_two), then], 3, 9)[-1] is then
+    assert whole_parts([first, stale, then], 3, 9) == (first, stale)
+
+
+def test_parts_hold_no_more_tokens_than_the_journal_knows_of() -> None:
+    longer = part(
+        1, 0, 2, 3
+    )  # of a life that the journal has lost the end of; the next one sampled 1 token there
+    assert whole_parts([FIRST, longer], 2, 3) == (FIRST,)
+    assert whole_parts([FIRST, longer], 2, 5) == (FIRST, longer)
 
 
 def test_a_part_takes_the_place_of_the_one_that_an_earlier_life_left() -> None:
     again = part(4, 1, 0, 2)
-    assert whole_parts([FIRST, SECOND, THIRD, FOURTH, again], 5) == (FIRST, SECOND, again)
-    assert whole_parts([FIRST, SECOND, THIRD, FOURTH, again], 4) == (FIRST, SECOND, THIRD, FOURTH)
+    assert whole_parts([FIRST, SECOND, THIRD, FOURTH, again], 5, 99) == (FIRST, SECOND, again)
+    assert whole_parts([FIRST, SECOND, THIRD, FOURTH, again], 4, 99) == (FIRST, SECOND, THIRD, FOURTH)
     behind_a_gap = part(4, 0, 2, 1)
-    assert whole_parts([FIRST, THIRD, FOURTH, behind_a_gap], 5) == (FIRST, behind_a_gap)
+    assert whole_parts([FIRST, THIRD, FOURTH, behind_a_gap], 5, 99) == (FIRST, behind_a_gap)
 
 
 def test_what_has_heard_no_answer_may_go_on_and_the_rest_if_it_says_so() -> None:
@@ -86,7 +104,7 @@ def next_life(first: World, setup: CoreSetup, script: Script, **options: Any) ->
         script,
         recovery=recovery,
         rollouts=rollouts,
-        parts={u.id: whole_parts(left[u.id], u.requests) for u in recovery.under_way},
+        parts={u.id: whole_parts(left[u.id], u.requests, u.sampled) for u in recovery.under_way},
         first_seq=len(records),
         now=first.now,
         **({"watch": watch} | options),
@@ -246,7 +264,9 @@ def test_no_wait_to_go_on_is_taken_off_the_deadline_however_often_the_run_is_kil
         recovery.apply(seq, at, event, commands)
     kept = {
         left.id: whole_parts(
-            [p for w in (first, second) for p in w.trace.parts if p.rollout == left.id], left.requests
+            [p for w in (first, second) for p in w.trace.parts if p.rollout == left.id],
+            left.requests,
+            left.sampled,
         )
         for left in recovery.under_way
     }

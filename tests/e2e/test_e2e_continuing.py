@@ -44,7 +44,7 @@ def under_way(run_dir: Path) -> dict[RolloutId, tuple[Part, ...]]:
     except (CannotFold, WireError):
         return {}  # the journal is still to be begun
     written = read_parts(run_dir, [each.id for each in left])
-    found = {each.id: whole_parts(written.get(each.id, ()), each.requests) for each in left}
+    found = {each.id: whole_parts(written.get(each.id, ()), each.requests, each.sampled) for each in left}
     return {rollout: parts for rollout, parts in found.items() if len(parts) > 2}
 
 

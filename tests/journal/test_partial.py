@@ -41,6 +41,7 @@ def part(rollout: RolloutId, number: int, tokens: int = 5) -> Part:
         1.5,
         2.5,
         0.75,
+        1234 + number,
     )
 
 

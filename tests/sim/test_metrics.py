@@ -106,8 +106,13 @@ def test_the_bound_of_even_steps_is_the_longest_path_or_the_work() -> None:
     few = lower_bound([16] * 4, [100, 100, 100, 1000], EVEN, 1)
     assert few.path_s == pytest.approx(10.0)
     assert few.seconds == few.path_s
+    assert few.even_s == few.path_s  # the one engine takes all the steps of the longest
+    spread = lower_bound([16] * 4, [100, 100, 100, 1000], EVEN, 4)
+    assert spread.work_s < 0.01
+    assert spread.even_s == pytest.approx(10.0)
     many = lower_bound([16] * 4096, [1000] * 4096, EVEN, 1)
     assert many.work_s == pytest.approx(4 * 1000 * 0.01)  # four batches of 1024 sequences
+    assert many.even_s == many.work_s
     with pytest.raises(ConfigError, match="3 prompts and 2 lengths"):
         lower_bound([1, 1, 1], [1, 1], EVEN, 1)
 

@@ -17,3 +17,16 @@ def test_nothing_is_lost_or_trained_twice_whatever_fails_and_whenever_it_is_kill
         except Exception as error:
             again = f"python -m paceline.testing.storm --first {seed} --seeds 1 --events 60"
             raise AssertionError(f"seed {seed}: {error}; again: {again}") from error
+
+
+@pytest.mark.parametrize(
+    ("seed", "found"),
+    [
+        (720, "a checkpoint was made before its record was done, and missed what that started"),
+        (1028, "a rollout went on with more tokens than the journal knew of"),
+        (2030, "a task was put off twice, since the members that it left behind went on"),
+        (2684, "members that were left behind were stopped before it was known which of them go on"),
+    ],
+)
+def test_what_long_storms_have_found_stays_mended(seed: int, found: str) -> None:
+    storm.run_seed(seed)

@@ -152,7 +152,7 @@ def _parts(run_dir: Path, recovery: Recovery) -> dict[RolloutId, tuple[Part, ...
     """Of each train rollout under way that its group waits for."""
     left = [u for u in recovery.under_way if u.task.split == "train" and recovery.is_owed(u.id)]
     written = read_parts(run_dir, [each.id for each in left]) if left else {}
-    return {each.id: whole_parts(written.get(each.id, ()), each.requests) for each in left}
+    return {each.id: whole_parts(written.get(each.id, ()), each.requests, each.sampled) for each in left}
 
 
 def _rollouts(run_dir: Path, recovery: Recovery, note: Callable[[str], None]) -> dict[RolloutId, Rollout]:

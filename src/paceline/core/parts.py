@@ -11,7 +11,7 @@ from typing import Any, Self
 import msgspec
 
 from paceline.domain.ids import RolloutId, Version, parse_rollout_id
-from paceline.domain.part import Part
+from paceline.domain.part import Part, sampled_crc
 from paceline.domain.task import TaskRef
 
 
@@ -81,21 +81,28 @@ class UnderWay:
         return cls(parse_rollout_id(row[0]), TaskRef(*row[1]), *known)
 
 
-def whole_parts(parts: Iterable[Part], requests: int) -> tuple[Part, ...]:
+def whole_parts(parts: Iterable[Part], requests: int, sampled: int) -> tuple[Part, ...]:
     """Of what was written of one rollout, the parts that follow each other from its beginning.
 
-    `requests` is how many the journal knows of: a later one is in no account, and does not count. A part that stands
-    where another stood before takes its place, with all that came behind: an earlier life left its record there.
+    `requests` and `sampled`, engine requests and their tokens, are what the journal knows of: more is in no account, and
+    does not count. A part that stands where another stood before takes its place, with all that came behind: an earlier
+    life left its record there. One that goes on from other tokens than those kept does not follow.
     """
     kept: list[Part] = []
+    crcs = [0]
     for part in sorted(parts, key=lambda part: part.number):
         if part.number >= requests:
             break
         at = (part.turn, part.before)
         while kept and (kept[-1].turn, kept[-1].before) >= at:
             kept.pop()
-        if _follows(kept, part):
+            crcs.pop()
+        if part.behind in (None, crcs[-1]) and _follows(kept, part):
             kept.append(part)
+            crcs.append(sampled_crc(part.sampled_ids, crcs[-1]))
+    # What a life sampled that the journal has lost may stand where the next one sampled less, of which only the journal knows.
+    while sum([part.tokens for part in kept]) > sampled:
+        kept.pop()
     return tuple(kept)
 
 

@@ -190,6 +190,8 @@ class Core:
             may_go_on = True
         if may_go_on:
             self._advance(may_cut=type(event) is not on.RolloutEnded)
+            if self._save_due:
+                self._save_if_due()
         return commands
 
     # ── what each event changes; returns whether anything may start or finish because of it ──
@@ -352,10 +354,6 @@ class Core:
             self._save_due = f"every {setup.checkpoint_every} steps"
         elif self._out.now >= self._save_by and event.step < setup.max_steps:
             self._save_due = f"every {setup.checkpoint_every_s:g} s"
-        # Not with a batch between here and the trainer: a run resumed from that state would not ship it again.
-        if self._save_due and not self._unacknowledged and not self._saving and self._draining is None:
-            why, self._save_due = self._save_due, ""
-            self._save(why)
         return True
 
     def _step_trained(self, event: on.StepTrained) -> bool:
@@ -531,6 +529,13 @@ class Core:
         self._drain("every source is exhausted", "surplus")
         self.plan.end_at(self.cut)
         self._open_due_evals()
+
+    def _save_if_due(self) -> None:
+        # The last command of its record: the state holds all of that record, and recovery begins with the next. Not with a
+        # batch between here and the trainer: a run resumed from that state would not ship it again.
+        if not self._unacknowledged and not self._saving and self._draining is None:
+            why, self._save_due = self._save_due, ""
+            self._save(why)
 
     def _save(self, why: str) -> None:
         self._saving = True

@@ -5,6 +5,8 @@ A rollout leaves one record, when it ends. Until then its parts are what is left
 
 from __future__ import annotations
 
+import zlib
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +24,11 @@ class Asked(msgspec.Struct, frozen=True, gc=False, array_like=True):
     top_p: float = 1.0
     top_k: int = -1
     stop: tuple[str, ...] = ()
+
+
+def sampled_crc(sampled_ids: NDArray[np.int32], before: int = 0) -> int:
+    """Of what a rollout has sampled, request by request: `before` is that of the requests before this one."""
+    return zlib.crc32(np.ascontiguousarray(sampled_ids, "<i4").data, before)
 
 
 class Part(msgspec.Struct, frozen=True, gc=False):
@@ -54,6 +61,9 @@ class Part(msgspec.Struct, frozen=True, gc=False):
     """When it was sent, in seconds of the run's clock."""
     ended: float = 0.0
     model_s: float = 0.0
+    behind: int | None = None
+    """`sampled_crc` of the parts that it goes on from: another life may have sampled something else there. None in parts of
+    earlier releases."""
 
     @property
     def tokens(self) -> int:

@@ -77,6 +77,7 @@ class _Line(msgspec.Struct, frozen=True, gc=False, array_like=True):
     prompt_ids: bytes
     sampled_ids: bytes
     logprobs: bytes
+    behind: int | None = None
 
 
 class PartStore:
@@ -277,6 +278,7 @@ def _line(part: Part) -> _Line:
         part.prompt_ids.astype("<i4", copy=False).tobytes(),
         part.sampled_ids.astype("<i4", copy=False).tobytes(),
         part.logprobs.astype("<f4", copy=False).tobytes(),
+        part.behind,
     )
 
 

@@ -29,7 +29,7 @@ from paceline.core.streams import mix
 from paceline.domain.commands import ContinueRollout, GrantTurn, StartRollout
 from paceline.domain.events import RolloutContinued, SegmentEnded, TurnRequested
 from paceline.domain.ids import EngineId
-from paceline.domain.part import Asked, Part
+from paceline.domain.part import Asked, Part, sampled_crc
 from paceline.domain.rollout import CancelCause, Finish, Limit, Message
 from paceline.envs.endpoint import Endpoint
 from paceline.envs.protocol import (
@@ -111,6 +111,7 @@ class ModelCalls:
         "_record_left",
         "_requests",
         "_rollout",
+        "_sampled_crc",
         "_sampling",
         "_session",
         "_stop_ids",
@@ -167,6 +168,8 @@ class ModelCalls:
         self._keep = keep
         self._on_record_end = on_record_end
         self._requests = 0
+        self._sampled_crc = 0
+        """Of what it has sampled so far, its record included."""
         """Engine requests that sampled something, those of earlier lives included."""
         self._record_left: Record | None = None
         """What of its record the rollout has still before it."""
@@ -504,6 +507,7 @@ class ModelCalls:
                     self._part(call, reply, finish, before, sent - asked, sent, self.model_s - model_s)
                 )
             self._requests += 1
+            self._sampled_crc = sampled_crc(reply.token_ids, self._sampled_crc)
         elif finish == "abort":
             call.empty += 1
             if call.empty == EMPTY_ABORTS:
@@ -548,6 +552,7 @@ class ModelCalls:
             started,
             self._clock(),
             model_s,
+            self._sampled_crc,
         )
 
     async def _recorded(self, record: Record, call: _Call) -> Part | None:
@@ -565,6 +570,7 @@ class ModelCalls:
             self.end_record()
             return None
         recorder.segment(part.sampled_ids, part.logprobs, part.versions, part.cached_tokens)
+        self._sampled_crc = sampled_crc(part.sampled_ids, self._sampled_crc)
         call.hear_whole(part.sampled_ids)
         if not call.segments:
             call.started = part.started

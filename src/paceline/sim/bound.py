@@ -7,6 +7,10 @@ cannot be spread over fewer steps than Q / C; and no rollout is faster than alon
     work = ( S · fixed + S · overhead + W · sequence + Q · kv + prefill ) / engines
     path = L_max · (a step alone) + kv · (prompt·L_max + L_max²/2)
     bound = max(work, path)
+
+Both may be far from what can be reached: where the longest takes more steps than full caches need for all the work, every
+engine that one like it runs on makes as many. `even_s` is the time when that is all of them: S is then L_max an engine, if
+that is more. It bounds what an order alone can do, but not where the longest are put together on a few engines.
 """
 
 from __future__ import annotations
@@ -28,6 +32,8 @@ class Bound(msgspec.Struct, frozen=True):
     """Of all engines, working without a gap."""
     path_s: float
     """Of the longest rollout."""
+    even_s: float
+    """Of all engines, if each takes as many steps as the longest rollout."""
 
     @property
     def seconds(self) -> float:
@@ -57,16 +63,20 @@ def lower_bound(
         )
     work = float(n.sum())
     area = float((p * n + n * n / 2).sum())
-    steps = max(area / speed.kv_tokens, work / speed.max_num_seqs)
-    batch = min(speed.max_num_seqs, max(1.0, work / steps))
-    # Reading the weights is paid a step, computing a token; whichever is larger bounds both.
-    read = steps * speed.gemm_s(max(1, int(batch)), 0.0)
-    gemm = max(read, work * speed.token_s)
     prefill = float((p * speed.token_s + p * p / 2 * speed.attention_s).sum()) / group_size
-    total = gemm + steps * speed.overhead_s + work * speed.seq_s + area * speed.kv_s + prefill
+
+    def busy_s(steps: float) -> float:
+        """Of all engines together."""
+        batch = min(speed.max_num_seqs, max(1.0, work / steps))
+        # Reading the weights is paid a step, computing a token; whichever is larger bounds both.
+        gemm = max(steps * speed.gemm_s(max(1, int(batch)), 0.0), work * speed.token_s)
+        return gemm + steps * speed.overhead_s + work * speed.seq_s + area * speed.kv_s + prefill
+
+    steps = max(area / speed.kv_tokens, work / speed.max_num_seqs)
     longest = int(np.argmax(n))
     alone = n[longest] * speed.decode_s(1) + speed.kv_s * (p[longest] * n[longest] + n[longest] ** 2 / 2)
-    return Bound(total / engines, float(alone))
+    even = busy_s(max(steps, engines * float(n[longest])))
+    return Bound(busy_s(steps) / engines, float(alone), even / engines)
 
 
 def tail_probability(share: float, rollouts: int) -> float:

@@ -237,6 +237,8 @@ def _numbers(
             work_s = bound.work_s * per_step / len(plans)
             numbers["bound_s"] = work_s
             numbers["gap"] = summary.rollout_s / work_s - 1.0
+            if summary.steps == 1:
+                numbers["even_gap"] = summary.rollout_s / bound.even_s - 1.0
     return numbers
 
 

@@ -98,6 +98,11 @@ class Invariants:
         for command in commands:
             self._note_command(world, command)
         self._compare(world, commands)
+        for command in commands[:-1]:
+            # What a record says behind it, neither its state has nor the records that recovery reads after it.
+            self._rule(
+                not isinstance(command, do.SaveCheckpoint), "saved before its record was done", commands[-1]
+            )
         if any(isinstance(command, do.FinishRun) for command in commands):
             self._at_the_end(world, commands)
 

@@ -46,7 +46,7 @@ from paceline.testing.script import chaos, setup_for, train_env
 from paceline.testing.world import World
 
 _LAST_EVENTS = 60_000
-"""What a run may take to finish after its last fault; more is a run that stands still."""
+"""What a run may take to cut a batch, or to finish, after its last fault; more is a run that stands still."""
 _IDLE_S = 1000
 """Seconds after which a run in which nothing happens stands still: longer than any pause before a probe."""
 _SHORT = 100
@@ -118,7 +118,12 @@ class Storm:
             self.left -= 1
             if world.trace.finish is not None:  # it was stopped: go on
                 world = self._kill(world, whole=True)
+            before = world.core.cut
             self._to_the_end(world)
+            if world.trace.finish is None and world.core.cut > before:
+                # It goes on, but slowly: where deadlines are short and policies hold much, most rollouts bring nothing.
+                world.shut_down("it has taken long enough")
+                self._to_the_end(world)
             if world.trace.finish is None:
                 raise InvariantError(f"it stands still at {world.now:.1f} s, in flight: {len(world.running)}")
         self._keep(world, len(world.trace.journal))
@@ -179,7 +184,9 @@ class Storm:
 
     def _left_of(self, recovery: Recovery | None) -> dict[RolloutId, tuple[Part, ...]]:
         left = [] if recovery is None else recovery.under_way
-        return {each.id: whole_parts(self.parts.get(each.id, ()), each.requests) for each in left}
+        return {
+            each.id: whole_parts(self.parts.get(each.id, ()), each.requests, each.sampled) for each in left
+        }
 
     def _admission(self) -> Admission:
         bounds = Bounds(floor=2, most=12, initial=self.cap, group=4)

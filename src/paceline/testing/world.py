@@ -33,7 +33,7 @@ from paceline.domain.events import Event
 from paceline.domain.group import GroupResult
 from paceline.domain.ids import EngineId, EnvName, RolloutId, Version
 from paceline.domain.load import EngineInfo
-from paceline.domain.part import Asked, Part
+from paceline.domain.part import Asked, Part, sampled_crc
 from paceline.domain.rollout import CancelCause, Finish, Outcome, Rollout, Turn, VersionRuns
 from paceline.domain.task import TaskRef
 from paceline.testing.script import Plan, Script
@@ -52,6 +52,7 @@ class _Running:
         "position",
         "record",
         "requests",
+        "sampled_crc",
         "segments",
         "span",
         "turns",
@@ -65,6 +66,7 @@ class _Running:
         """What earlier lives have left of it."""
         self.requests = 0
         """Engine requests that sampled something."""
+        self.sampled_crc = 0
         self.plan = plan
         self.position = 0
         self.turns: list[Turn] = []
@@ -271,6 +273,7 @@ class World:
         for part in record:
             running.part += part.versions
             running.segments += 1
+            running.sampled_crc = sampled_crc(part.sampled_ids, running.sampled_crc)
             if part.finish != "abort":
                 self._keep_turn(running, part.engine, part.started, part.finish)
         kept = sum(part.tokens for part in record)
@@ -429,9 +432,11 @@ class World:
                 engine,
                 started=began,
                 ended=self.now,
+                behind=running.sampled_crc,
             )
         )
         running.requests += 1
+        running.sampled_crc = sampled_crc(self.trace.parts[-1].sampled_ids, running.sampled_crc)
 
     def _keep_turn(self, running: _Running, engine: EngineId, began: float, finish: Finish) -> None:
         tokens = sum(n for _, n in running.part)

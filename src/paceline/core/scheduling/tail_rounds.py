@@ -32,12 +32,24 @@ class TailRounds(Rounds):
         self._responses = responses
         self.is_long = False
         self._attempts = 1
+        self._has_looked = False
+        """Whether it has seen what an earlier life of the run left."""
         self._done: dict[GroupId, tuple[TaskRef, int]] = {}
         """Tasks of this round whose rollouts may wait in the list, with their group size."""
 
     @property
     def most(self) -> int:
         return math.ceil(self._prompts * self.batch)
+
+    def advance(self) -> None:
+        if not self._has_looked and not self.desk.fleet.is_empty:
+            # Their round ended in an earlier life, which put their tasks off, and was killed before they had stopped. Which
+            # of them go on at all is known when the first engine is there.
+            self._has_looked = True
+            for group in [g for g in self.desk.groups.groups() if g.task.split == "train"]:
+                if group.step <= self.desk.cut:
+                    self._stop(group, _LATE)
+        super().advance()
 
     def open_round(self) -> None:
         desk = self.desk
