@@ -106,6 +106,16 @@ def test_s35_named_parts_of_rewards_are_never_one_baseline() -> None:
     assert "turn_rewards" in process(closed(per_turn, second)).verdicts[0].reason
 
 
+def test_who_is_only_played_against_needs_no_score_and_neither_votes_nor_trains() -> None:
+    against = [rollout(role="critic", reward=reward, trains=False) for reward in (None, 10.0)]
+    result = process(closed(rollout(role="solver", reward=1.0), *against, rollout(role="solver", reward=0.0)))
+    assert fates(result) == ["queued", "filtered", "filtered", "queued"]
+    assert advantages(result) == [0.5, None, None, -0.5]
+    assert {verdict.reason for verdict in result.verdicts[1:3]} == {
+        "role 'critic' is frozen: it is played against"
+    }
+
+
 def test_s37_a_truncated_rollout_keeps_its_real_reward() -> None:
     result = process(closed(rollout(reward=0.4, outcome=TRUNCATED), rollout(reward=0.0)))
     assert advantages(result) == [0.2, -0.2]

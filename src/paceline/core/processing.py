@@ -218,6 +218,8 @@ def _ending(rollout: Rollout) -> _Member:
             fate = _POLICY_FATES.get(outcome.cause or "", "cancelled")
         return _Member(rollout, fate, f"{outcome.cause}: {outcome.detail}".strip(": "))
     if reward is None:
+        if not rollout.trains:
+            return _Member(rollout, "filtered", _frozen(rollout))
         if ending == "truncated":
             return _Member(rollout, "truncated", f"{rollout.outcome.cause}: truncated and not scored")
         return _Member(rollout, "failed", "unscored: completed without a reward")
@@ -240,7 +242,7 @@ def _examined(member: _Member, rules: GroupRules, build: Build) -> _Member:
     member.votes = rules.truncated_votes if truncated else True
     if not rollout.trains:
         member.votes = False
-        member.fate, member.reason = "filtered", f"role {rollout.role!r} is frozen: it is played against"
+        member.fate, member.reason = "filtered", _frozen(rollout)
     elif built.overlong:
         member.fate, member.reason = "overlong", built.overlong
     elif truncated and not rules.truncated_trains:
@@ -258,6 +260,10 @@ def _examined(member: _Member, rules: GroupRules, build: Build) -> _Member:
                 member.votes = member.votes and rules.filtered_vote
                 break
     return member
+
+
+def _frozen(rollout: Rollout) -> str:
+    return f"role {rollout.role!r} is frozen: it is played against"
 
 
 def _in_view(member: _Member) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
@@ -20,6 +20,9 @@ from paceline.domain.rollout import Limit
 from paceline.domain.task import Task
 from paceline.envs.protocol import Context, Environment, Model, Result
 from paceline.errors import EnvError
+
+Ended: TypeAlias = Result | Exception
+"""How a seat's part in a shared call went: an exception is raised in that member alone, as if it ran by itself."""
 
 
 class Seat:
@@ -44,8 +47,11 @@ class GroupEnv(Environment):
     whole_group = True
     all_or_nothing = True
 
-    async def rollout_group(self, task: Task, seats: Sequence[Seat]) -> Sequence[Result]:
-        """Carry out all members; one `Result` a seat, in order. Calls of different seats may run side by side."""
+    async def rollout_group(self, task: Task, seats: Sequence[Seat]) -> Sequence[Ended]:
+        """Carry out all members; one `Result` a seat, in order. Calls of different seats may run side by side.
+
+        What is raised here is every member's; an exception in place of a `Result` is that member's alone.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define rollout_group(task, seats)")
 
     async def rollout(self, task: Task, model: Model, ctx: Context) -> Result:
@@ -75,9 +81,8 @@ class GroupEnv(Environment):
         except BaseException as error:
             party.fail(error)
             return
-        for waits, result in zip(party.waits, results, strict=True):
-            if not waits.done():
-                waits.set_result(result)
+        for waits, ended in zip(party.waits, results, strict=True):
+            _settle(waits, ended)
 
     @property
     def _parties(self) -> dict[tuple[int, int], _Party]:
@@ -89,19 +94,21 @@ class MultiAgentEnv(GroupEnv):
     """Episodes of several agents. A group of n rollouts plays n / len(roles) episodes side by side; each agent of each
     is one rollout with one trainable trace, and is compared with those of its role alone.
 
-    A role in `frozen` plays, on the current policy, and does not train. An opponent outside the policy is a service:
-    `await self.ask("opponent", messages)`.
+    A role in `frozen` plays, on the current policy, and does not train; neither does one whose `Result` says so, for this
+    episode. An opponent outside the policy is a service: `await self.ask("opponent", messages)`.
+
+    An episode that fails costs its own rollouts, not those of the group's other episodes.
     """
 
     all_or_nothing = False
     roles: Sequence[str] = ()
     frozen: ClassVar[Sequence[str]] = ()
 
-    async def episode(self, task: Task, seats: Mapping[str, Seat]) -> Mapping[str, Result]:
-        """Play one episode; a `Result` for every role."""
+    async def episode(self, task: Task, seats: Mapping[str, Seat]) -> Mapping[str, Ended]:
+        """Play one episode; a `Result` for every role, or the exception that only its rollout ends with."""
         raise NotImplementedError(f"{type(self).__name__} must define episode(task, seats)")
 
-    async def rollout_group(self, task: Task, seats: Sequence[Seat]) -> Sequence[Result]:
+    async def rollout_group(self, task: Task, seats: Sequence[Seat]) -> Sequence[Ended]:
         roles = list(self.roles)
         if not roles or len(seats) % len(roles):
             raise EnvError(
@@ -117,17 +124,25 @@ class MultiAgentEnv(GroupEnv):
             tables.append(table)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._play(task, table)) for table in tables]
-        by_member = {member: result for played in tasks for member, result in played.result().items()}
+        by_member = {member: ended for played in tasks for member, ended in played.result().items()}
         return [by_member[seat.member] for seat in seats]
 
-    async def _play(self, task: Task, table: Mapping[str, Seat]) -> dict[int, Result]:
-        results = await self.episode(task, table)
-        if missing := [role for role in table if role not in results]:
-            raise EnvError(f"episode() returned no Result for {', '.join(missing)}")
-        return {
-            seat.member: msgspec.structs.replace(results[role], role=role, trains=role not in self.frozen)
-            for role, seat in table.items()
-        }
+    async def _play(self, task: Task, table: Mapping[str, Seat]) -> dict[int, Ended]:
+        ended: Mapping[str, Ended]
+        try:
+            ended = await self.episode(task, table)
+            if missing := [role for role in table if role not in ended]:
+                raise EnvError(f"episode() returned no Result for {', '.join(missing)}")
+        except (
+            Exception
+        ) as error:  # whatever an episode of anybody's raises: the others are still being played
+            ended = dict.fromkeys(table, error)
+        return {seat.member: self._as(role, ended[role]) for role, seat in table.items()}
+
+    def _as(self, role: str, ended: Ended) -> Ended:
+        if not isinstance(ended, Result):
+            return ended
+        return msgspec.structs.replace(ended, role=role, trains=ended.trains and role not in self.frozen)
 
     async def on_truncated(self, task: Task, model: Model, ctx: Context, limit: Limit) -> Result | None:
         return None
@@ -154,13 +169,7 @@ class _Party:
 
     def fail(self, error: BaseException) -> None:
         for waits in self.waits:
-            if waits.done():
-                continue
-            if isinstance(error, asyncio.CancelledError):
-                waits.cancel()
-            else:
-                waits.set_exception(error)
-                waits.exception()  # one that nobody waits for any more is no reason for a warning
+            _settle(waits, error)
 
     async def end(self) -> None:
         """Stop the shared call, and wait until it has stopped."""
@@ -169,3 +178,16 @@ class _Party:
         elif not self.call.done():
             self.call.cancel()
             await asyncio.wait((self.call,))
+
+
+def _settle(waits: asyncio.Future[Result], ended: Result | BaseException) -> None:
+    """Let a member have what came of its part; one that is gone needs nothing."""
+    if waits.done():
+        return
+    if isinstance(ended, asyncio.CancelledError):
+        waits.cancel()
+    elif isinstance(ended, BaseException):
+        waits.set_exception(ended)
+        waits.exception()  # one that nobody waits for any more is no reason for a warning
+    else:
+        waits.set_result(ended)

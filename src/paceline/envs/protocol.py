@@ -85,7 +85,8 @@ class Result(msgspec.Struct, frozen=True):
     role: str = ""
     """Which of several agents this rollout was; members are compared with those of their role alone."""
     trains: bool = True
-    """False for an agent that is only played against: its rollout is recorded, and neither votes nor trains."""
+    """False for an agent that is only played against: its rollout is recorded, needs no reward, and neither votes nor
+    trains."""
 
 
 class Reply(msgspec.Struct, frozen=True):

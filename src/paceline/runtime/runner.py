@@ -16,7 +16,7 @@ How a rollout ends, first match first:
 | it raised anything else, or returned no `Result` | `failed`, `environment` |
 | no token was sampled | `failed`, `empty` |
 | its last turn was cut by a token or context limit, or the environment names a limit | `truncated`, the limit |
-| the reward is missing, not a number, or not finite | `failed`, `unscored` |
+| the reward is not a number, or not finite; or missing, of a rollout that trains | `failed`, `unscored` |
 | else | `completed` |
 """
 
@@ -451,7 +451,7 @@ def _scored(result: Result) -> tuple[Result, str]:
         return Result(None, info=result.info), f"rewards and metrics must be numbers by name: {_text(error)}"
     why = ""
     if reward is None:
-        why = "the environment gave no reward"
+        why = "the environment gave no reward" if result.trains else ""
     elif not math.isfinite(reward):
         reward, why = None, f"the reward is {reward}"
     made = {"rewards": rewards, "metrics": metrics, "turn_rewards": turn_rewards}

@@ -1,4 +1,4 @@
-"""An environment of verifiers with a world of its own: guess a number, from higher and lower; and one with two agents."""
+"""An environment of verifiers with a world of its own: guess a number, from higher and lower."""
 
 import itertools
 

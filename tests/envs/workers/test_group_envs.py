@@ -13,7 +13,7 @@ from worker_kit import Engine, Inside, inside
 from paceline.config import Limits
 from paceline.domain.ids import RolloutId
 from paceline.domain.task import Split, Task
-from paceline.envs import GroupEnv, ListTasks, MultiAgentEnv, Result, Seat
+from paceline.envs import GroupEnv, InfrastructureError, ListTasks, MultiAgentEnv, Result, Seat
 from paceline.envs.surroundings import InRun
 
 
@@ -101,6 +101,44 @@ async def test_s35_agents_of_an_episode_are_rollouts_with_a_role_and_a_frozen_on
         ("solver", 1.0, 2, True),
         ("critic", 10.0, 1, False),
     ] * 2
+
+
+async def test_an_episode_that_fails_costs_its_own_rollouts_and_a_seat_that_fails_its_own_alone() -> None:
+    class Breaks(Duel):
+        async def episode(self, task: Task, seats: Mapping[str, Seat]) -> Any:
+            played = await super().episode(task, seats)
+            match seats["solver"].member:
+                case 0:
+                    raise ValueError("a bug in this episode")
+                case 2:
+                    return {**played, "critic": InfrastructureError("the critic's sandbox is gone")}
+            return {**played, "critic": Result(None)}
+
+    run = await of_group(Breaks(), 6)
+    ended = sorted(await asyncio.gather(*(run.roll_out(m) for m in range(6))), key=lambda r: r.id)
+    assert [(r.outcome.ending, r.outcome.cause) for r in ended] == [
+        ("failed", "environment"),
+        ("failed", "environment"),
+        ("completed", None),
+        ("failed", "infrastructure"),
+        ("completed", None),
+        ("completed", None),  # who is only played against needs no reward
+    ]
+    assert (ended[5].reward, ended[5].trains) == (None, False)
+
+
+async def test_an_agent_whose_result_says_so_does_not_train_this_time() -> None:
+    class Sits(Duel):
+        frozen = ()
+
+        async def episode(self, task: Task, seats: Mapping[str, Seat]) -> Mapping[str, Result]:
+            played = dict(await super().episode(task, seats))
+            played["critic"] = Result(10.0, trains=seats["critic"].member > 1)
+            return played
+
+    run = await of_group(Sits(), 4)
+    ended = sorted(await asyncio.gather(*(run.roll_out(m) for m in range(4))), key=lambda r: r.id)
+    assert [r.trains for r in ended] == [True, False, True, True]
 
 
 async def test_a_group_that_cannot_be_dealt_is_refused() -> None:
