@@ -23,6 +23,7 @@ from paceline.domain.task import TaskRef
 from paceline.errors import EngineError
 from paceline.ports import GenerateReply, GenerateRequest
 from paceline.runtime.gateway import Gateway
+from paceline.runtime.gateway import spoken as spoken_module
 from paceline.runtime.gateway.spoken import Spoken
 from paceline.runtime.model import EnvRuntime
 from paceline.runtime.runner import RolloutRunner
@@ -329,6 +330,47 @@ def test_a_long_run_of_bytes_that_are_no_text_is_decoded_a_few_times_only() -> N
     for _ in range(10_000):
         spoken.take([1])
     assert calls < 60
+
+
+LONG_ANSWERS = {
+    "thinking": "<think>" + "so it is, and " * 300,
+    "thinking whose opening tag stands in the prompt": "so it is, and " * 300 + "</think>answer",
+    "an answer without thinking": "plain words < [/ and more " * 180,
+    "space between thoughts": "<think>so" + "\n" * 4000 + "it is</think>answer",
+    "space before an answer": " " * 4000 + "answer",
+    "calls": '{"name": "look", "arguments": {"at": "' + "sky " * 1000,
+    "what may be a call": "<|python_tag|>" * 300,
+}
+
+
+@pytest.mark.parametrize("name", LONG_ANSWERS)
+@pytest.mark.parametrize(("format", "has_tools"), [("llama", True), ("none", False)])
+@pytest.mark.parametrize("split", [True, False])
+def test_each_character_of_a_long_answer_is_looked_at_a_few_times_only(
+    name: str, format: str, has_tools: bool, split: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, looked_at = LONG_ANSWERS[name], 0
+
+    def counted(function: Any) -> Any:
+        def look(text: str, *marks: Any) -> Any:
+            nonlocal looked_at
+            looked_at += len(text)
+            return function(text, *marks)
+
+        return look
+
+    for function in ("first_mark", "sure_of", "thought"):
+        monkeypatch.setattr(spoken_module, function, counted(getattr(spoken_module, function)))
+    held: list[int] = []
+    spoken = Spoken(
+        TOKENIZER, lambda kind, text: None, format=format, has_tools=has_tools, split=split, stops=("END",)
+    )
+    for id_ in TOKENIZER.encode(said).tolist():
+        spoken.take([id_])
+        held.append(len(spoken._held) + len(spoken._unsure))
+    # A token at a time, with the end that a mark may begin in: some ten characters around each.
+    assert looked_at < 40 * len(said)
+    assert max(held) < 2 * max(map(len, (PYTHON_TAG, "</think>")))
 
 
 def test_every_family_says_where_its_calls_begin() -> None:

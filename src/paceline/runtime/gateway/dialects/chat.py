@@ -13,7 +13,6 @@ from paceline.runtime.gateway.asked import (
     Telling,
     answers,
     call_message,
-    event,
     function_tool,
     ignored,
     name_tools,
@@ -23,6 +22,7 @@ from paceline.runtime.gateway.asked import (
     wants_usage,
     whole_number,
 )
+from paceline.runtime.gateway.dialects.chunks import Chunks, head, usage
 from paceline.runtime.gateway.failures import Refused
 from paceline.runtime.gateway.spoken import Kind
 
@@ -48,10 +48,7 @@ class Chat:
 
     def write(self, asked: Asked, answered: Answered, session: Any) -> dict[str, Any]:
         return {
-            "id": f"chatcmpl-{answered.id}",
-            "object": "chat.completion",
-            "created": answered.created,
-            "model": answered.model,
+            **head(answered, "chatcmpl", "chat.completion"),
             "choices": [
                 {
                     "index": number,
@@ -71,65 +68,43 @@ class Chat:
         return refused.openai()
 
 
-class _Telling:
+class _Telling(Chunks):
     """The answer as chunks."""
 
     def __init__(self, asked: Asked, heading: Heading, session: Any) -> None:
+        super().__init__(asked, head(heading, "chatcmpl", "chat.completion.chunk"))
         self._asked, self._session = asked, session
-        self._head = {
-            "id": f"chatcmpl-{heading.id}",
-            "object": "chat.completion.chunk",
-            "created": heading.created,
-            "model": heading.model,
-        }
-        self._counts: dict[str, Any] = {"usage": None} if asked.wants_usage else {}
         self._begun = -1
 
     def add(self, number: int, kind: Kind, text: str) -> bytes:
         name = "content" if kind == "text" else "reasoning_content"
-        return self._beginning(number) + self._chunk(number, {name: text})
+        return self._beginning(number) + self._delta(number, {name: text})
 
-    def end(self, answered: Answered) -> bytes:
-        chunks: list[bytes] = []
-        for number, said in enumerate(answered.said):
-            chunks.append(self._beginning(number))
-            logprobs = _logprobs(said, self._session) if self._asked.body.get("logprobs") else None
-            if thinking := said.thinking[len(said.told_thinking) :]:
-                chunks.append(self.add(number, "thinking", thinking))
-            if text := said.text[len(said.told) :]:
-                chunks.append(self._chunk(number, {"content": text}, None, logprobs))
-                logprobs = None
-            for at, (id_, call) in enumerate(said.calls):
-                function = {"name": call.name, "arguments": call.arguments}
-                called = {"index": at, "id": id_, "type": "function", "function": function}
-                chunks.append(self._chunk(number, {"tool_calls": [called]}))
-            chunks.append(self._chunk(number, {}, said.finish, logprobs))
-        if self._counts:
-            chunks.append(event({**self._head, "choices": [], "usage": usage(answered.said)}))
-        return b"".join([*chunks, b"data: [DONE]\n\n"])
+    def rest(self, number: int, said: Said) -> list[bytes]:
+        chunks = [self._beginning(number)]
+        logprobs = _logprobs(said, self._session) if self._asked.body.get("logprobs") else None
+        if thinking := said.thinking[len(said.told_thinking) :]:
+            chunks.append(self.add(number, "thinking", thinking))
+        if text := said.text[len(said.told) :]:
+            chunks.append(self._delta(number, {"content": text}, None, logprobs))
+            logprobs = None
+        for at, (id_, call) in enumerate(said.calls):
+            function = {"name": call.name, "arguments": call.arguments}
+            called = {"index": at, "id": id_, "type": "function", "function": function}
+            chunks.append(self._delta(number, {"tool_calls": [called]}))
+        return [*chunks, self._delta(number, {}, said.finish, logprobs)]
 
     def _beginning(self, number: int) -> bytes:
         """What an answer begins with: nothing, when it has begun. They are drawn, and so told, one after another."""
         if number <= self._begun:
             return b""
         self._begun = number
-        return self._chunk(number, {"role": "assistant", "content": ""})
+        return self._delta(number, {"role": "assistant", "content": ""})
 
-    def _chunk(
+    def _delta(
         self, number: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None
     ) -> bytes:
-        choice = {"index": number, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
-        return event({**self._head, "choices": [choice], **self._counts})
-
-
-def usage(said: list[Said]) -> dict[str, Any]:
-    prompt, sampled = said[0].prompt_tokens, sum(len(one.reply.token_ids) for one in said)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": sampled,
-        "total_tokens": prompt + sampled,
-        "prompt_tokens_details": {"cached_tokens": said[0].cached_tokens},
-    }
+        return self.chunk(number, {"delta": delta}, finish, logprobs)
 
 
 def _said(said: Said) -> dict[str, Any]:

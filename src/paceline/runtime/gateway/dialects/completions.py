@@ -11,13 +11,12 @@ from paceline.runtime.gateway.asked import (
     Said,
     Telling,
     answers,
-    event,
     ignored,
     stop_strings,
     wants_usage,
     whole_number,
 )
-from paceline.runtime.gateway.dialects.chat import usage
+from paceline.runtime.gateway.dialects.chunks import Chunks, head, usage
 from paceline.runtime.gateway.failures import Refused
 from paceline.runtime.gateway.spoken import Kind
 
@@ -66,40 +65,25 @@ class Completions:
         return refused.openai()
 
 
-class _Telling:
+class _Telling(Chunks):
     """The answer as chunks."""
 
     def __init__(self, asked: Asked, heading: Heading, session: Any) -> None:
+        super().__init__(asked, _head(heading))
         self._asked, self._session = asked, session
-        self._head = _head(heading)
 
     def add(self, number: int, kind: Kind, text: str) -> bytes:
-        return self._chunk(number, text)
+        return self.chunk(number, {"text": text})
 
-    def end(self, answered: Answered) -> bytes:
-        chunks = []
-        for number, said in enumerate(answered.said):
-            rest = said.text[len(said.told) :]
-            logprobs = _logprobs(self._asked, said, self._session)
-            if rest:
-                chunks.append(self._chunk(number, rest))
-            chunks.append(self._chunk(number, "", said.finish, logprobs))
-        if self._asked.wants_usage:
-            chunks.append(event({**self._head, "choices": [], "usage": usage(answered.said)}))
-        return b"".join([*chunks, b"data: [DONE]\n\n"])
-
-    def _chunk(self, number: int, text: str, finish: str | None = None, logprobs: Any = None) -> bytes:
-        choice = {"index": number, "text": text, "finish_reason": finish, "logprobs": logprobs}
-        return event({**self._head, "choices": [choice]})
+    def rest(self, number: int, said: Said) -> list[bytes]:
+        text = said.text[len(said.told) :]
+        logprobs = _logprobs(self._asked, said, self._session)
+        told = [self.chunk(number, {"text": text})] if text else []
+        return [*told, self.chunk(number, {"text": ""}, said.finish, logprobs)]
 
 
 def _head(heading: Heading) -> dict[str, Any]:
-    return {
-        "id": f"cmpl-{heading.id}",
-        "object": "text_completion",
-        "created": heading.created,
-        "model": heading.model,
-    }
+    return head(heading, "cmpl", "text_completion")
 
 
 def prompt_ids(prompt: Any, session: Any) -> list[int]:

@@ -13,7 +13,7 @@ from paceline.runtime.gateway.asked import (
     stop_strings,
     whole_number,
 )
-from paceline.runtime.gateway.dialects.chat import usage
+from paceline.runtime.gateway.dialects.chunks import usage
 from paceline.runtime.gateway.dialects.completions import checked_ids
 from paceline.runtime.gateway.failures import Refused
 
