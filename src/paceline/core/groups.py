@@ -76,7 +76,7 @@ class GroupState(Generic[M]):
         self.places = 0
         """Places in batches to come that it holds (`Pacing`)."""
         self.tokens: dict[RolloutId, int] = {}
-        """Sampled tokens of each attempt in `arrived`, as the engine requests reported them."""
+        """Sampled tokens of each attempt in `arrived` and `retries`, as the engine requests reported them."""
         self.excused: dict[tuple[GroupId, int], int] = {}
         """Of members, by the group they were started in and their number: attempts that the end of the orchestrator cut
         off, which are none of theirs."""
@@ -166,6 +166,7 @@ class OpenGroup(GroupState[Rollout]):
         """The attempt to start next: a retry first, it has waited longest."""
         if self.retries:
             failed = self.retries.popleft().id
+            self.tokens.pop(failed, None)
             return failed._replace(attempt=failed.attempt + 1)
         member = self.launched
         self.launched += 1

@@ -199,9 +199,10 @@ class Launcher:
             group.places -= places
             self.pacing.taken -= places
             for rollout in retries:
-                # Its tokens were settled as failed when it ended; the verdict on the record must not count them again.
-                group.tokens[rollout.id] = 0
-                self._account.of("train", group.task.env).move("failed", "grouped", 0)
+                # Its tokens were settled as failed when it was to be tried again; now the verdict on its record decides, which
+                # may be that it trains: of a group that runs in one call, members that had ended well were to be tried again, too.
+                tokens = group.tokens.setdefault(rollout.id, 0)
+                self._account.of("train", group.task.env).move("failed", "grouped", tokens)
         return closed
 
     # ── inside ──

@@ -209,6 +209,7 @@ class Recovery:
         before = rollout._replace(attempt=rollout.attempt - 1)
         if before in group.retries:
             group.retries.remove(before)
+            group.tokens.pop(before, None)
         elif (
             before in group.arrived
         ):  # a journal without `NoteRetry`: only now is it known that it was no last one
@@ -290,6 +291,7 @@ class Recovery:
             account.move("in_flight", "failed", sampled)
         elif again:
             account.move("in_flight", "failed", sampled)
+            group.tokens[rollout.id] = sampled
             group.retries.append(rollout.id)
         else:
             account.move("in_flight", "grouped", sampled)
@@ -309,7 +311,7 @@ class Recovery:
             group.arrived.remove(command.rollout)
             group.retries.append(command.rollout)
             account = self._account_of(group.task)
-            account.move("grouped", "failed", group.tokens.pop(command.rollout))
+            account.move("grouped", "failed", group.tokens[command.rollout])
 
     def _process(self, command: do.ProcessGroup) -> None:
         closed = command.group
@@ -321,8 +323,8 @@ class Recovery:
         group.references, group.fallback = command.group.references, command.group.fallback
         for rollout in group.retries:  # given up: its last attempt settles the member, as failed as it was
             group.arrived.append(rollout)
-            group.tokens[rollout] = 0
-            self._account_of(group.task).move("failed", "grouped", 0)
+            tokens = group.tokens.setdefault(rollout, 0)
+            self._account_of(group.task).move("failed", "grouped", tokens)
         group.retries.clear()
         group.closed_unlaunched = group.size - len(group.arrived) - group.left
         group.places -= min(group.closed_unlaunched, group.places)

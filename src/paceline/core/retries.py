@@ -42,6 +42,7 @@ class Retries:
         if group.attempts_of(rollout.id) >= limit:
             return False
         flight.account.move("in_flight", "failed", flight.sampled)
+        group.tokens[rollout.id] = flight.sampled
         self._again(group, rollout, f"{outcome.cause}: at most {limit} attempts")
         return True
 
@@ -72,6 +73,7 @@ class Retries:
             if is_open:
                 group = self._groups.of(rollout.id)
                 group.excuse(rollout.id)
+                group.tokens[rollout.id] = flight.sampled
                 self._again(group, rollout, _CUT_OFF)
             return
         # Its members ran in one call: none can be tried again by itself, and the last one takes the others along.
@@ -98,7 +100,7 @@ class Retries:
         """This attempt brings nothing."""
         account = self._account.of("train", group.task.env)
         for member in members:
-            account.move("grouped", "failed", group.tokens.pop(member.id))
+            account.move("grouped", "failed", group.tokens[member.id])
         group.arrived.clear()
         self._launcher.try_again(group)
         for member in members:
