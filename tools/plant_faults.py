@@ -65,7 +65,10 @@ FAULTS: dict[str, Fault] = {
     "parts": Fault(
         "a rollout goes on with tokens that the journal does not know of",
         "parts.py",
-        (("if part.number >= requests:", "if part.number >= requests + 10**9:"),),
+        (
+            ("if part.number >= requests:", "if part.number >= requests + 10**9:"),
+            ("for part in kept]) > sampled:", "for part in kept]) > sampled + 10**9:"),
+        ),
     ),
     "permit": Fault(
         "the permit of a rollout is never given back",
