@@ -95,7 +95,6 @@ class Core:
         self._ordered = policy if policy.has_order else None
         self._hears_endings = policy if policy.hears_endings else None
         self._admission = admission
-        self._specs = {spec.name: spec for spec in setup.train}
         self._eval_sections = {section.label: section for section in setup.evals}
         self._is_finite = all(s.source.size is not None and s.source.epochs is not None for s in setup.train)
         """Whether the tasks can run out."""
@@ -632,7 +631,7 @@ class Core:
             return
         self.groups.restore_moved(state.get("moved", ()))
         for each in state["groups"]:
-            if each["task"][0] in self._specs:
+            if each["task"][0] in self.curriculum.samplers:
                 self.launcher.adopt(self.groups.take(OpenGroup.restore(each, rollouts.__getitem__)))
             else:
                 self._drop(each)

@@ -169,7 +169,7 @@ class ModelCalls:
         self._on_record_end = on_record_end
         self._requests = 0
         self._sampled_crc = 0
-        """Of what it has sampled so far, its record included."""
+        """Of what it has sampled so far, its record included, where parts are kept."""
         """Engine requests that sampled something, those of earlier lives included."""
         self._record_left: Record | None = None
         """What of its record the rollout has still before it."""
@@ -506,8 +506,8 @@ class ModelCalls:
                 self._keep(
                     self._part(call, reply, finish, before, sent - asked, sent, self.model_s - model_s)
                 )
+                self._sampled_crc = sampled_crc(reply.token_ids, self._sampled_crc)
             self._requests += 1
-            self._sampled_crc = sampled_crc(reply.token_ids, self._sampled_crc)
         elif finish == "abort":
             call.empty += 1
             if call.empty == EMPTY_ABORTS:

@@ -100,8 +100,8 @@ def check_records(records: Sequence[Record], world: World) -> None:
             elif isinstance(command, do.ProcessGroup):
                 group = command.group
                 closed[group.id] += 1
-                came = [r.id for r in group.rollouts if r.id in late and r.outcome.ending != "cancelled"]
-                scored = [r.id for r in group.rollouts if r.id in came and r.reward is not None]
+                came = [r for r in group.rollouts if r.id in late and r.outcome.ending != "cancelled"]
+                scored = [r.id for r in came if r.reward is not None]
                 _rule(
                     bool(group.references) or not scored, "late, and compared with nobody", group.id, *scored
                 )

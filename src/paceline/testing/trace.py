@@ -27,7 +27,6 @@ class Trace:
     journal: list[tuple[float, Event, list[Command]]] = field(default_factory=list)
     batches: list[Batch] = field(default_factory=list)
     shipped_at: list[float] = field(default_factory=list)
-    evals: list[do.ReportEval] = field(default_factory=list)
     checkpoints: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     launched: list[do.StartRollout] = field(default_factory=list)
     ended: list[Rollout] = field(default_factory=list)
@@ -37,6 +36,11 @@ class Trace:
     results: dict[GroupId, GroupResult] = field(default_factory=dict)
     peak_in_flight: int = 0
     finish: do.FinishRun | None = None
+
+    @property
+    def evals(self) -> list[do.ReportEval]:
+        """Every eval epoch that was completed, in order."""
+        return self.commands(do.ReportEval)
 
     def commands(self, kind: type[E]) -> list[E]:
         """Every command of a kind, in order."""

@@ -219,7 +219,7 @@ class World:
         commands = self.core.handle(event, self.now)
         self.trace.journal.append((self.now, event, commands))
         for command in commands:
-            if type(command) not in do.NOTES or type(command) is do.ReportEval:
+            if type(command) not in do.NOTES:
                 getattr(self, f"_do_{type(command).__name__}")(command)
         self.trace.peak_in_flight = max(self.trace.peak_in_flight, len(self.running))
         if self._watch is not None:
@@ -568,9 +568,6 @@ class World:
 
     def _do_WakeAt(self, command: do.WakeAt) -> None:
         self.at(command.at, lambda: self.post(on.TimerFired()))
-
-    def _do_ReportEval(self, command: do.ReportEval) -> None:
-        self.trace.evals.append(command)
 
     def _do_FinishRun(self, command: do.FinishRun) -> None:
         self.trace.finish = command

@@ -141,16 +141,16 @@ class Drafter:
         if passes is None:
             passes = self._passes[batch] = self._weigh(batch)
         right = likely / (UNIT * batch)
-        tokens, part = 0.0, 1.0
-        best, least = None, 0.0
-        for drafted, pass_s in enumerate(passes):
+        best = Pace(passes[0], self._kv_s[0], 1.0)
+        least = passes[0] + self._kv_s[0] * context
+        tokens, part = 1.0, right
+        for drafted in range(1, len(passes)):
             tokens += part
             part *= right
-            kv_s = self._kv_s[drafted]
+            pass_s, kv_s = passes[drafted], self._kv_s[drafted]
             took = (pass_s + kv_s * context) / tokens
-            if best is None or took < least:
+            if took < least:
                 best, least = Pace(pass_s / tokens, kv_s / tokens, tokens), took
-        assert best is not None
         return best
 
     def _weigh(self, batch: int) -> list[float]:
