@@ -9,10 +9,19 @@ if TYPE_CHECKING:
     from paceline.cli.studies import simulate
     from paceline.tokens.tokenizer import resolve_model_dir as model_dir
     from paceline.transport.reader import publish_weights, read_batches
+    from paceline.transport.room import write_with_room
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "model_dir", "publish_weights", "read_batches", "run", "simulate"]
+__all__ = [
+    "__version__",
+    "model_dir",
+    "publish_weights",
+    "read_batches",
+    "run",
+    "simulate",
+    "write_with_room",
+]
 
 _HOME = {
     "model_dir": ("paceline.tokens.tokenizer", "resolve_model_dir"),
@@ -20,6 +29,7 @@ _HOME = {
     "read_batches": ("paceline.transport.reader", "read_batches"),
     "run": ("paceline.cli.api", "run"),
     "simulate": ("paceline.cli.studies", "simulate"),
+    "write_with_room": ("paceline.transport.room", "write_with_room"),
 }
 """Public names are imported when they are first asked for: a trainer pays for the reader alone."""
 

@@ -6,16 +6,21 @@ import asyncio
 import contextlib
 import errno
 import os
+import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import paceline
 from paceline.cli import disk
 from paceline.cli.assemble import Assembly
 from paceline.cli.run import execute
 from paceline.config import RunConfig
+from paceline.errors import WireError
+from paceline.transport import room
 from paceline.transport.status import open_run, read_status
 
 
@@ -60,20 +65,31 @@ def fill(place: Path) -> None:
             file.write(bytes(4096))
 
 
+def listening(run_dir: Path) -> tuple[asyncio.Queue[tuple[str, str]], asyncio.Task[None]]:
+    """What a meter tells, and the meter."""
+    heard: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+
+    async def run() -> None:
+        await disk.DiskMeter(run_dir).run(lambda what, why: heard.put_nowait((what, why)))
+
+    return heard, asyncio.create_task(run())
+
+
 async def test_a_disk_that_fills_up_is_noticed_although_this_process_writes_nothing(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk, "_EVERY_S", 0.01)
-    heard: asyncio.Queue[str] = asyncio.Queue()
-    meter = asyncio.create_task(disk.DiskMeter(small_disk).run(heard.put_nowait))
+    heard, meter = listening(small_disk)
     other = small_disk / "other"
     other.write_bytes(bytes(5 * 2**19))  # half a megabyte is left: something can be written
     await asyncio.sleep(0.1)
     assert heard.empty()
     fill(other)
-    assert os.strerror(errno.ENOSPC) in await asyncio.wait_for(heard.get(), 10)
+    what, why = await asyncio.wait_for(heard.get(), 10)
+    assert what == "the run directory"
+    assert os.strerror(errno.ENOSPC) in why
     other.unlink()
-    assert await asyncio.wait_for(heard.get(), 10) == ""
+    assert await asyncio.wait_for(heard.get(), 10) == ("the run directory", "")
     assert os.listdir(small_disk) == []
     meter.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -85,16 +101,61 @@ async def test_a_disk_that_has_room_again_is_noticed_long_before_the_next_look(
 ) -> None:
     monkeypatch.setattr(disk, "_EVERY_S", 3600.0)
     monkeypatch.setattr(disk, "RETRY_S", 0.01)
-    heard: asyncio.Queue[str] = asyncio.Queue()
     other = small_disk / "other"
     fill(other)
-    meter = asyncio.create_task(disk.DiskMeter(small_disk).run(heard.put_nowait))
-    assert await asyncio.wait_for(heard.get(), 10)
+    heard, meter = listening(small_disk)
+    assert (await asyncio.wait_for(heard.get(), 10))[1]
     other.unlink()
-    assert await asyncio.wait_for(heard.get(), 10) == ""
+    assert await asyncio.wait_for(heard.get(), 10) == ("the run directory", "")
     meter.cancel()
     with pytest.raises(asyncio.CancelledError):
         await meter
+
+
+async def test_a_trainer_that_has_no_room_for_what_is_large_says_so_where_the_run_looks(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "_EVERY_S", 0.01)
+    monkeypatch.setattr(room, "RETRY_S", 0.02)
+    other, weights = small_disk / "other", small_disk / "weights"
+    other.write_bytes(bytes(3 * 2**19))  # a megabyte and a half is left: too little for the weights alone
+    told: list[str] = []
+    stop = threading.Event()
+
+    def write() -> None:
+        try:
+            weights.write_bytes(bytes(2**21))
+        except OSError:
+            weights.unlink()
+            raise
+
+    def waits() -> None:
+        paceline.write_with_room(small_disk, "weights v7", write, stop=stop.is_set, tell=told.append)
+
+    heard, meter = listening(small_disk)
+    trainer = asyncio.create_task(asyncio.to_thread(waits))
+    what, why = await asyncio.wait_for(heard.get(), 10)
+    assert what == "the trainer's weights v7"
+    assert os.strerror(errno.ENOSPC) in why
+    other.unlink()
+    assert await asyncio.wait_for(heard.get(), 10) == ("the trainer's weights v7", "")
+    await asyncio.wait_for(trainer, 10)
+    assert told == [why]
+    assert os.listdir(small_disk) == ["weights"]
+
+    weights.unlink()
+    other.write_bytes(bytes(3 * 2**19))
+    trainer = asyncio.create_task(asyncio.to_thread(waits))
+    assert (await asyncio.wait_for(heard.get(), 10))[1]
+    stop.set()
+    with pytest.raises(OSError, match="No space left"):
+        await asyncio.wait_for(trainer, 10)
+    assert await asyncio.wait_for(heard.get(), 10) == ("the trainer's weights v7", "")
+    assert not meter.done()
+
+    (small_disk / "trainer_waits.json").write_text("soon")
+    with pytest.raises(WireError, match=r"trainer_waits\.json is not what a trainer"):
+        await asyncio.wait_for(meter, 10)
 
 
 def test_how_a_run_ended_is_told_when_its_disk_is_gone(
@@ -103,7 +164,7 @@ def test_how_a_run_ended_is_told_when_its_disk_is_gone(
     config = RunConfig.model_validate({"model": {"name": str(tmp_path)}, "env": [{"id": "e:E"}]})
     open_run(tmp_path, "run")
     monkeypatch.setattr(Assembly, "run", broken)
-    monkeypatch.setattr(disk, "disk_use", broken)
+    monkeypatch.setattr(shutil, "disk_usage", broken)
     outcome = execute(config, tmp_path, "run", plain=True)
     assert outcome.code == 1
     assert outcome.summary["status"] == "failed"

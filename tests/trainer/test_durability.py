@@ -31,7 +31,7 @@ from paceline.trainer import (  # noqa: E402
     save_checkpoint,
     write_model,
 )
-from paceline.transport import layout  # noqa: E402
+from paceline.transport import layout, room  # noqa: E402
 from paceline.transport.filesystem import FilesystemBatches  # noqa: E402
 from paceline.transport.reader import publish_weights  # noqa: E402
 from paceline.transport.status import finish, open_run  # noqa: E402
@@ -204,12 +204,12 @@ def test_a_full_disk_is_waited_for_by_weights_and_by_the_acknowledgement(
         flush(path)
 
     monkeypatch.setattr(layout, "flush_entry", full)
-    monkeypatch.setattr(loop, "_ROOM_S", 0.0)
+    monkeypatch.setattr(room, "RETRY_S", 0.0)
     monkeypatch.setattr(loop, "_listen", lambda *_: None)
     assert loop.train(tmp_path, str(model_dir), loop.Settings()) == 1
     assert [path.name for path in (tmp_path / "acks").iterdir()] == [layout.ack_file(tmp_path, 1).name]
     assert [path.name for path in (tmp_path / "weights").iterdir()] == [V1.name]
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     waited = [each["for"] for each in told if each.get("event") == "no room"]
-    assert waited == ["weights v1", "the acknowledgement of step 1"], "each is said once"
+    assert waited == ["weights v1", "acknowledgement of step 1"], "each is said once"
     assert refused == {"weights": 0, "acks": 0}

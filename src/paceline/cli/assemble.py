@@ -335,7 +335,7 @@ class Assembly:
             if child.name == "trainer":
                 driver.beside(child.name, child.wait_dead)
         driver.beside("journal", self._watch_disk)
-        driver.beside("disk meter", partial(self.disk.run, partial(self._room_for, "the run directory")))
+        driver.beside("disk meter", partial(self.disk.run, self._room_for))
         quiet = QuietWatch(core, lambda text: say(f"warning: {text}"), clock, config.run.quiet_s)
         driver.beside("quiet watch", quiet.run)
         driver.beside("load polls", lambda: engines.follow_list(inbox.post, self._polling(inbox)))

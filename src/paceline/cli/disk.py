@@ -13,6 +13,7 @@ from paceline.errors import is_full
 from paceline.journal.files import FOLDERS
 from paceline.runtime.room import RETRY_S
 from paceline.transport.layout import BATCHES, WEIGHTS
+from paceline.transport.room import trainer_waits
 
 _PARTS = {
     FOLDERS["log"]: "events",
@@ -95,25 +96,34 @@ class DiskMeter:
         self._run_dir = run_dir
         self.latest: DiskUse | None = None
 
-    async def run(self, room: Callable[[str], None]) -> None:
-        """Never ends by itself. `room` is told why nothing can be written, and with an empty text when something can again:
-        those in other processes who wait for room say nothing, and whoever waits for them has nothing to write."""
-        missing = ""
+    async def run(self, room: Callable[[str, str], None]) -> None:
+        """Never ends by itself. `room` is told what cannot be written and why, and with an empty reason when it can be
+        again: whoever waits for somebody in another process, who waits for room, has nothing to write and notices nothing.
+        WireError when a trainer says so in a way that nobody can read."""
+        missing: dict[str, str] = {}
         while True:
             try:
                 self.latest, now = await asyncio.to_thread(self._look)
             except OSError:
                 self.latest = None  # whoever has to write there will say what is wrong
             else:
-                if bool(now) != bool(missing):
-                    room(now)
+                for what in missing.keys() - now.keys():
+                    room(what, "")
+                for what in now.keys() - missing.keys():
+                    room(what, now[what])
                 missing = now
             # While nothing can be written, a clock runs that may end the run: it must not run on when there is room again.
             await asyncio.sleep(min(_EVERY_S, RETRY_S) if missing else _EVERY_S)
 
-    def _look(self) -> tuple[DiskUse, str]:
+    def _look(self) -> tuple[DiskUse, dict[str, str]]:
         use = disk_use(self._run_dir)
-        return use, no_room(self._run_dir) if use.free < _LITTLE else ""
+        missing = {}
+        if use.free < _LITTLE and (why := no_room(self._run_dir)):
+            missing["the run directory"] = why
+        # What a trainer writes is large: there may be room for everything else, and none for that.
+        if (waits := trainer_waits(self._run_dir)) is not None:
+            missing[f"the trainer's {waits.what}"] = waits.why
+        return use, missing
 
     def values(self) -> dict[str, float]:
         """The latest as metrics; none before the first."""

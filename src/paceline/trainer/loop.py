@@ -21,16 +21,14 @@ from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
-from paceline.errors import ConfigError, PacelineError, TrainerError, is_full, printable
+from paceline.errors import ConfigError, PacelineError, TrainerError, printable
 from paceline.trainer.checkpoint import checkpoint_dir, load_checkpoint, save_checkpoint
 from paceline.trainer.loss import LossSettings
 from paceline.trainer.probe import probe_prompts, write_probe
 from paceline.trainer.step import OptimizerSettings, Trainer
 from paceline.trainer.weights import model_directory, write_model
 from paceline.transport.reader import discard_unfinished, publish_weights, read_batches
-
-_ROOM_S = 1.0
-"""Between two attempts to write to a disk that is full."""
+from paceline.transport.room import write_with_room
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +98,13 @@ def train(
     stopping: list[int] = []
     _listen(stopping, is_alone)
     print(json.dumps({"event": "ready", "version": trainer.version}), flush=True)
+
+    def with_room(what: str, write: Callable[[], object]) -> None:
+        def tell(why: str) -> None:
+            print(json.dumps({"event": "no room", "for": what, "error": why}), flush=True)
+
+        write_with_room(run_dir, what, write, stop=lambda: bool(stopping), tell=tell)
+
     saved = trainer.version
     waited_from = time.perf_counter()
     for batch in read_batches(run_dir, rank=rank, start_step=start_version + 1, stop=lambda: bool(stopping)):
@@ -120,10 +125,10 @@ def train(
         publish = partial(
             publish_weights, run_dir, trainer.version, fill, batch.run_id, keep=settings.keep_weights
         )
-        _with_room(f"weights v{trainer.version}", publish, stopping)
+        with_room(f"weights v{trainer.version}", publish)
         if trainer.version % settings.checkpoint_every == 0:
             save = partial(save_checkpoint, trainer, checkpoints, settings.keep_last)
-            _with_room(f"checkpoint v{trainer.version}", save, stopping)
+            with_room(f"checkpoint v{trainer.version}", save)
             saved = trainer.version
         ended = time.perf_counter()
         metrics |= {
@@ -131,7 +136,7 @@ def train(
             "step_s": stepped - began,
             "publish_s": ended - stepped,
         }
-        _with_room(f"the acknowledgement of step {batch.step}", partial(batch.ack, metrics), stopping)
+        with_room(f"acknowledgement of step {batch.step}", partial(batch.ack, metrics))
         told = {"step": batch.step, **{name: round(value, 6) for name, value in metrics.items()}}
         print(json.dumps(told), flush=True)
         waited_from = ended
@@ -140,23 +145,6 @@ def train(
     if trainer.version != saved:
         save_checkpoint(trainer, checkpoints, settings.keep_last)
     return trainer.version
-
-
-def _with_room(what: str, write: Callable[[], object], stopping: list[int]) -> None:
-    """Write; on a disk that is full, again until there is room, or somebody asks for the end."""
-    told = False
-    while True:
-        try:
-            write()
-        except Exception as error:
-            if not is_full(error) or stopping:
-                raise
-            if not told:
-                print(json.dumps({"event": "no room", "for": what, "error": str(error)}), flush=True)
-                told = True
-            time.sleep(_ROOM_S)
-        else:
-            return
 
 
 def _listen(stopping: list[int], is_alone: bool) -> None:

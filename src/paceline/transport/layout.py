@@ -5,6 +5,7 @@
     RUN/acks/step_000001.json             the trainer: step 1 is done, with its metrics
     RUN/weights/v000001/version.json ...  the trainer: the weights that step 1 made
     RUN/weights/v000001/probe.json        the trainer, if it likes: what those weights make of a few prompts
+    RUN/trainer_waits.json                the trainer: what it has no room to write, while that is so
 
 Everything appears by a rename, after it was flushed to disk: whoever sees a name sees all of it, after a power cut
 too. Names that begin with a dot are unfinished and belong to whoever writes them.
@@ -23,6 +24,7 @@ BATCHES = "batches"
 ACKS = "acks"
 WEIGHTS = "weights"
 STATUS = "status.json"
+TRAINER_WAITS = "trainer_waits.json"
 VERSION_FILE = "version.json"
 PROBE_FILE = "probe.json"
 

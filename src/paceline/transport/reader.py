@@ -32,6 +32,7 @@ from paceline.transport.frame import PREFIX_BYTES, read_prefix
 from paceline.transport.layout import (
     ACKS,
     BATCHES,
+    TRAINER_WAITS,
     VERSION_FILE,
     WEIGHTS,
     ack_file,
@@ -270,8 +271,9 @@ def publish_weights(
 
 
 def discard_unfinished(run_dir: Path | str) -> None:
-    """Remove what an interrupted `publish_weights` left; call it when a trainer starts, before it publishes."""
+    """Remove what an interrupted `publish_weights` or `write_with_room` left; call it when a trainer starts, before it publishes."""
     folder = Path(run_dir) / WEIGHTS
     if folder.is_dir():
         for entry in folder.glob(".v*.tmp"):
             shutil.rmtree(entry, ignore_errors=True)
+    (Path(run_dir) / TRAINER_WAITS).unlink(missing_ok=True)

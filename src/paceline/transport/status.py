@@ -18,6 +18,7 @@ from paceline.transport.layout import (
     ACKS,
     BATCHES,
     STATUS,
+    TRAINER_WAITS,
     WEIGHTS,
     ack_file,
     batch_dir,
@@ -118,6 +119,7 @@ def open_run(
         _forget_after(root, resume_step, resume_step if trained is None else trained)
     for unfinished in (root / BATCHES).glob(".step_*.tmp"):
         shutil.rmtree(unfinished, ignore_errors=True)
+    (root / TRAINER_WAITS).unlink(missing_ok=True)  # a trainer that still waits says so again
     write_status(root, RunStatus(run_id=run_id, status="running", steps=steps))
 
 
