@@ -1,11 +1,12 @@
 """The Engine port over SGLang's native HTTP API, by the client that speaks to vLLM too.
 
-    generate   POST /generate            ids in (`input_ids`), ids and logprobs out (`meta_info.output_token_logprobs`)
+    generate   POST /generate            ids in (`input_ids`), ids and logprobs out (`meta_info.output_token_logprobs`), as a
+                                         stream where somebody listens and /server_info says `incremental_streaming_output`
     abort      POST /abort_request       by `rid`; the request returns with what it had sampled
     weights    POST /pause_generation (retract) ─▶ /update_weights_from_disk ─▶ GET /get_weight_version ─▶ /continue_generation
     load       GET  /metrics             `sglang:…`, where the server was started with --enable-metrics
 
-Written from SGLang's documentation (0.5 series) and tested against a scripted server of these routes; NOT tried on a
+Written from SGLang's documentation and source (0.5 series) and tested against a scripted server of these routes; NOT tried on a
 real SGLang. `retract` puts running requests back into the queue, so that their KV is computed anew by the new weights.
 
 Seeds are not sent: SGLang takes one only in its deterministic mode, and older versions refuse the name. Rollouts are
@@ -17,14 +18,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from paceline.domain.ids import EngineId, Version
 from paceline.domain.load import EngineLoad
-from paceline.domain.rollout import Finish
+from paceline.engines import sglang_replies as replies
 from paceline.engines.http.adapters import is_adapter
 from paceline.engines.http.client import HttpEngine
 from paceline.engines.http.link import Answer, Limits, Link
@@ -40,7 +40,7 @@ from paceline.engines.http.probe import (
 )
 from paceline.engines.http.retry import Retry
 from paceline.engines.http.weights import expect_version, resumed_after
-from paceline.engines.http.wire import Span, checked, error_text, excerpt, label_of, version_of, version_runs
+from paceline.engines.http.wire import error_text, excerpt, label_of, version_of
 from paceline.errors import EngineError
 from paceline.ports import GenerateReply, GenerateRequest, PauseMarks, SamplingParams, WeightCheck
 
@@ -50,7 +50,6 @@ _REMEDIES = Remedies(
     pause="use a version that has /pause_generation (0.5 series)",
     metrics="start it with --enable-metrics",
 )
-_FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
 _METRIC = re.compile(
     rb"^sglang:(num_running_reqs|num_queue_reqs|token_usage|num_retracted_requests_total|num_retracted_reqs"
     rb"|prompt_tokens_total|cached_tokens_total|generation_tokens_total|max_total_num_tokens)"
@@ -87,27 +86,7 @@ class _Generate(msgspec.Struct, frozen=True, gc=False):
     stream: bool = False
 
 
-class _Finish(msgspec.Struct, frozen=True, gc=False):
-    type: str
-    matched: str | int | None = None
-    message: str | None = None
-    status_code: int | None = None
-
-
-class _Meta(msgspec.Struct, frozen=True, gc=False):
-    finish_reason: _Finish | None = None
-    output_token_logprobs: list[tuple[float | None, int, Any]] | None = None
-    cached_tokens: int | None = 0
-    weight_version: str | None = None
-    weight_versions: list[Span] | None = None
-
-
-class _Reply(msgspec.Struct, frozen=True, gc=False):
-    meta_info: _Meta
-    output_ids: list[int] | None = None
-
-
-_encoder, _decoder = msgspec.json.Encoder(), msgspec.json.Decoder(_Reply)
+_encoder = msgspec.json.Encoder()
 
 
 class SglangDialect:
@@ -116,8 +95,9 @@ class SglangDialect:
     route = ROUTE
     no_abort = "SGLang 0.4 or later"
 
-    def __init__(self, link: Link, marks: PauseMarks | None = None) -> None:
-        self._link, self._marks = link, marks
+    def __init__(self, link: Link, marks: PauseMarks | None = None, *, streams: bool = False) -> None:
+        """`streams`: the events of its streams carry what is new, so that it can be asked for one."""
+        self._link, self._marks, self._streams = link, marks, streams
 
     def encode(self, request: GenerateRequest, wire_id: str) -> bytes:
         s = request.sampling
@@ -125,56 +105,20 @@ class SglangDialect:
             s.max_tokens, s.temperature, s.top_p, s.top_k, s.stop or UNSET, s.stop_token_ids or UNSET
         )
         return _encoder.encode(
-            _Generate(wire_id, request.token_ids.tolist(), sampling, request.cache_salt or UNSET)
+            _Generate(
+                wire_id,
+                request.token_ids.tolist(),
+                sampling,
+                request.cache_salt or UNSET,
+                stream=self._streams and request.tell is not None,
+            )
         )
 
     def decode(self, body: bytes, known: Version) -> GenerateReply:
-        try:
-            reply = _decoder.decode(body)
-        except msgspec.DecodeError as error:  # also what NaN and Infinity raise: they are not JSON
-            raise EngineError(
-                f"the engine's reply cannot be read: {error} (it begins {excerpt(body)!r})"
-            ) from None
-        meta = reply.meta_info
-        finish = _FINISHES.get(meta.finish_reason.type) if meta.finish_reason else None
-        if finish is None or meta.finish_reason is None:
-            raise EngineError(
-                f"the engine's reply ended with finish_reason {meta.finish_reason}, not stop, length or abort"
-            )
-        if finish == "abort" and (meta.finish_reason.status_code or 200) >= 400:
-            raise EngineError(
-                f"the engine gave the request up ({meta.finish_reason.status_code}): {meta.finish_reason.message}"
-            )
-        entries = meta.output_token_logprobs
-        if entries is None:
-            if reply.output_ids:
-                raise EngineError(
-                    f"the engine returned {len(reply.output_ids)} token ids and no logprobs: it must honour "
-                    "`return_logprob` (does a gateway in front of it drop that?)"
-                )
-            if reply.output_ids is None and finish != "abort":
-                raise EngineError("the engine did not return token ids: it must be SGLang's own /generate")
-            entries = []
-        ids = [token for _, token, _ in entries]
-        if reply.output_ids and reply.output_ids != ids:
-            raise EngineError(
-                f"the engine's {len(reply.output_ids)} output_ids are not the {len(ids)} ids of its logprobs"
-            )
-        id_array, logprobs = checked(ids, [logprob for logprob, _, _ in entries])
-        if not meta.weight_versions and meta.weight_version is not None:
-            # The one label it gives is that at the end; what it held at the start may be older.
-            known = min(known, version_of(meta.weight_version))
-        return GenerateReply(
-            token_ids=id_array,
-            logprobs=logprobs,
-            finish=finish,
-            versions=version_runs(meta.weight_versions, len(ids), known),
-            cached_tokens=meta.cached_tokens or 0,
-            stop_reason=meta.finish_reason.matched,
-        )
+        return replies.decode(body, known)
 
-    def listen(self, tell: Callable[[Sequence[int]], None]) -> None:
-        """Each of its events repeats all logprobs from the first on: a long answer would cost the square of its length."""
+    def listen(self, tell: Callable[[Sequence[int]], None]) -> replies.Heard | None:
+        return replies.Heard(tell) if self._streams else None
 
     def abort_call(self, wire_id: str) -> tuple[str, bytes]:
         return "/abort_request", _encoder.encode({"rid": wire_id, "abort_all": False})
@@ -262,6 +206,7 @@ def _metrics(page: bytes) -> dict[str, list[float]]:
 
 class _Info(msgspec.Struct, frozen=True, gc=False):
     weight_version: str | None = None
+    incremental_streaming_output: bool | None = False
     max_total_num_tokens: int | None = None
     context_length: int | None = None
 
@@ -327,6 +272,7 @@ async def probe(link: Link, served_name: str, *, start_s: float) -> ServerFacts:
         processed_logprobs=processed,
         has_metrics=page is not None,
         can_pause=can_pause,
+        can_stream=bool(info.incremental_streaming_output),
         problems=tuple(problems),
         remedies=_REMEDIES,
     )
@@ -362,7 +308,7 @@ async def connect(
         link,
         id,
         facts,
-        SglangDialect(link, marks),
+        SglangDialect(link, marks, streams=facts.can_stream),
         max_connections=max_connections,
         interrupt=interrupt,
         check=check,

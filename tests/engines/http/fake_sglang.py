@@ -27,8 +27,16 @@ sglang:generation_tokens_total{model_name="policy"} 12345.0
 class FakeSglang:
     """Use as an async context manager; `url` is its address."""
 
-    def __init__(self, *, model: str = "policy", missing: tuple[str, ...] = (), spans: bool = True) -> None:
-        self.model, self.missing, self.spans = model, missing, spans
+    def __init__(
+        self,
+        *,
+        model: str = "policy",
+        missing: tuple[str, ...] = (),
+        spans: bool = True,
+        incremental: bool = True,
+    ) -> None:
+        """`incremental`: started with --incremental-streaming-output."""
+        self.model, self.missing, self.spans, self.incremental = model, missing, spans, incremental
         self.calls: list[Call] = []
         self.label, self.loaded, self.paused = "default", "", False
         self.metrics = METRICS
@@ -81,6 +89,8 @@ class FakeSglang:
         if say.status != 200 and say.body is None:
             content = {"error": {"message": f"scripted {say.status}"}}
         raw = content if isinstance(content, bytes) else json.dumps(content).encode()
+        if body and body.get("stream") and say.status == 200 and not isinstance(content, bytes):
+            return await self._stream(request, content, say)
         if say.breaks == "middle":
             stream = web.StreamResponse(headers={"Content-Length": str(len(raw))})
             await stream.prepare(request)
@@ -90,6 +100,39 @@ class FakeSglang:
             return stream
         headers = {"Content-Type": "application/json", **say.headers}
         return web.Response(body=raw, status=say.status, headers=headers)
+
+    async def _stream(self, request: web.Request, whole: dict[str, Any], say: Say) -> web.StreamResponse:
+        """The answer as SGLang 0.5.23 streams it: an event a token; lists hold what is new where it is `incremental`, else
+        all from the first on; spans in the last; what breaks, breaks after two tokens."""
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await stream.prepare(request)
+
+        async def tell(event: Any) -> None:
+            await stream.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+
+        ids, meta = whole["output_ids"], whole["meta_info"]
+        entries = meta["output_token_logprobs"]
+        for at in range(1, len(ids) + 1):
+            if at == 3 and say.breaks is not None:
+                if say.breaks == "event":
+                    await tell({"error": {"message": "scheduler died", "code": 500, "retryable": False}})
+                assert request.transport is not None
+                request.transport.abort()
+                return stream
+            begins = at - 1 if self.incremental else 0
+            part = {
+                **meta,
+                "completion_tokens": at,
+                "output_token_logprobs": entries[begins:at],
+                "output_token_logprobs_length": at,
+            }
+            if at < len(ids):
+                part["finish_reason"] = None
+                part.pop("weight_versions", None)
+            await tell({"text": "…", "output_ids": ids[begins:at], "meta_info": part})
+        await stream.write(b"data: [DONE]\n\n")
+        await stream.write_eof()
+        return stream
 
     async def _act(self, request: web.Request, body: Any) -> Any:
         match request.path, request.method:
@@ -102,7 +145,8 @@ class FakeSglang:
             case (("/model_info" | "/get_weight_version"), "GET"):
                 return {"weight_version": self.label, "model_path": "/m"}
             case "/server_info", "GET":
-                return {"max_total_num_tokens": 8192, "context_length": 4096}
+                facts = {"max_total_num_tokens": 8192, "context_length": 4096}
+                return facts | ({"incremental_streaming_output": True} if self.incremental else {})
             case "/pause_generation", "POST":
                 self.paused = True
             case "/continue_generation", "POST":

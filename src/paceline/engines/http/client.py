@@ -18,11 +18,10 @@ import msgspec
 
 from paceline.domain.ids import EngineId, Version
 from paceline.domain.load import EngineInfo, EngineLoad
-from paceline.engines.http.dialect import Dialect, VllmDialect
+from paceline.engines.http.dialect import Dialect, Hears, VllmDialect
 from paceline.engines.http.link import Answer, Limits, Link, LinkLost
 from paceline.engines.http.probe import ServerFacts, probe
 from paceline.engines.http.retry import NOT_JSON, Retry, is_transient
-from paceline.engines.http.streams import Heard
 from paceline.engines.http.wire import decode, error_text
 from paceline.errors import EngineBusy, EngineError, EngineUnavailable
 from paceline.ports import GenerateReply, GenerateRequest, PauseMarks, WeightCheck
@@ -340,7 +339,7 @@ class HttpEngine:
         except EngineError as error:
             raise self._error(str(error)) from None
 
-    def _kept(self, heard: Heard, known: Version) -> GenerateReply:
+    def _kept(self, heard: Hears, known: Version) -> GenerateReply:
         try:
             return heard.kept(known)
         except EngineError as error:

@@ -18,6 +18,32 @@ from paceline.engines.http.weights import WeightLoader
 from paceline.ports import GenerateReply, GenerateRequest, PauseMarks
 
 
+class Hears(Protocol):
+    """What the stream of one attempt has said so far."""
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the answer is a stream at all."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """How many were told."""
+        ...
+
+    def take(self, data: bytes) -> None:
+        """One event. Raises LinkLost when the server breaks off, EngineError for what cannot be read."""
+        ...
+
+    def whole(self, known: Version) -> GenerateReply:
+        """The reply, checked. Raises LinkLost when the stream ended before it was whole, and as `Dialect.decode`."""
+        ...
+
+    def kept(self, known: Version) -> GenerateReply:
+        """What there is, as of a request that was aborted."""
+        ...
+
+
 class Dialect(Protocol):
     """One server's way of saying things."""
 
@@ -39,7 +65,7 @@ class Dialect(Protocol):
         """The reply, checked. `known` stamps tokens whose sampler the server does not name. Raises EngineError."""
         ...
 
-    def listen(self, tell: Callable[[Sequence[int]], None]) -> Heard | None:
+    def listen(self, tell: Callable[[Sequence[int]], None]) -> Hears | None:
         """Hears the stream of the attempt that is encoded next; None where replies come whole whatever is asked."""
         ...
 

@@ -55,6 +55,8 @@ class ServerFacts(msgspec.Struct, frozen=True, gc=False):
     has_metrics: bool = False
     can_pause: bool = False
     """Whether it can be paused, and so take new weights."""
+    can_stream: bool = True
+    """Whether a reply can be heard while it is sampled, at a cost that grows with its length."""
     problems: tuple[Problem, ...] = ()
     remedies: Remedies = Remedies()
 
