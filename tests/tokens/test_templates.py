@@ -62,6 +62,11 @@ words = st.text(
 ).map(lambda text: f"w{text}w")
 """Letters at both ends: many templates trim what is said to the model, and a rendering is compared with itself."""
 
+said = st.one_of(words, st.just(""))
+
+ONE_CALL = {"llama3_1", "llama3_2"}
+"""Templates that refuse several calls in one answer."""
+
 
 @functools.cache
 def bridge_of(tokenizer: ChatTokenizer) -> Bridge:
@@ -139,6 +144,12 @@ def call(number: int, what: str, content: str) -> dict[str, Any]:
     }
 
 
+def calls(number: int, whats: list[str], content: str) -> dict[str, Any]:
+    """Several at once."""
+    made = [call(10 * number + n, what, content)["tool_calls"][0] for n, what in enumerate(whats)]
+    return {"role": "assistant", "content": content, "tool_calls": made}
+
+
 def seen(number: int, content: str) -> dict[str, Any]:
     return {"role": "tool", "content": content, "tool_call_id": f"call{number:05d}", "name": "look"}
 
@@ -160,14 +171,15 @@ def play(tokenizer: ChatTokenizer, data: st.DataObject) -> Talk:
     tools = TOOLS if uses_tools(tokenizer) and data.draw(st.booleans()) else None
     talk = Talk(tokenizer, tools)
     opening: list[Any] = [system(data.draw(words))] if data.draw(st.booleans()) else []
-    talk.prompt([*opening, user(data.draw(words))])
+    talk.prompt([*opening, user(data.draw(said))])
     for number in range(data.draw(st.integers(1, 4))):
         if tools and data.draw(st.booleans()):
-            then: list[Any] = [seen(number, data.draw(words))]
-            talk.answer(call(number, data.draw(words), data.draw(st.sampled_from(["", "let me look"]))), then)
+            whats = data.draw(st.lists(words, min_size=1, max_size=1 if tokenizer.name in ONE_CALL else 3))
+            then: list[Any] = [seen(10 * number + n, data.draw(said)) for n in range(len(whats))]
+            talk.answer(calls(number, whats, data.draw(st.sampled_from(["", "let me look"]))), then)
         else:
-            then = [user(data.draw(words))]
-            talk.answer(assistant(data.draw(st.one_of(words, st.just("")))), then)
+            then = [user(data.draw(said))]
+            talk.answer(assistant(data.draw(said)), then)
         talk.prompt(then)
     return talk
 
