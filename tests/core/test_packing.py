@@ -12,6 +12,7 @@ from sink_records import sample
 
 from paceline.core.packing import Cost, assign, balance, pack
 from paceline.domain.batch import Batch, MicroBatch, PackedBatch
+from paceline.domain.mostly_constant import MostlyConstant
 from paceline.domain.sample import Sample
 from paceline.errors import InvariantError
 
@@ -135,6 +136,8 @@ def test_every_token_of_every_sample_is_packed_once(
     seen: Counter[int] = Counter()
     for each in micro_batches(packed):
         total = int(each.lengths.sum())
+        shortest = MostlyConstant.of(each.advantages, each.lengths, each.trainable)
+        assert [a.tolist() for a in each.advantage] == [a.tolist() for a in shortest]
         arrays = (each.token_ids, each.trainable, each.logprobs, each.advantages, each.temperatures)
         assert {len(array) for array in arrays} == {total}
         assert total % multiple == 0

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from paceline.domain.batch import Batch, MicroBatch, PackedBatch
 from paceline.domain.ids import RolloutId
+from paceline.domain.mostly_constant import MostlyConstant
 from paceline.domain.sample import Sample
 
 
@@ -86,13 +87,15 @@ def _micro_batch(
     advantages = join([np.broadcast_to(s.advantage, s.tokens) for s in samples], np.float32)
     if masked:
         advantages = np.where(trainable, advantages, np.float32(0))
+    temperatures = join([np.full(s.tokens, s.temperature) for s in samples], np.float32)
+    every = np.array([*lengths, pad] if pad else lengths, np.int32)
     return MicroBatch(
         token_ids=join([s.token_ids for s in samples], np.int32),
         trainable=trainable,
         logprobs=join([s.logprobs for s in samples], np.float32),
-        advantages=advantages,
-        temperatures=join([np.full(s.tokens, s.temperature) for s in samples], np.float32),
-        lengths=np.array([*lengths, pad] if pad else lengths, np.int32),
+        advantage=MostlyConstant.of(advantages, every, trainable),
+        temperature=MostlyConstant.of(temperatures, every, trainable),
+        lengths=every,
         sample_index=np.arange(first, first + len(samples), dtype=np.int32),
         streams={name: join([s.streams[name] for s in samples], np.float32) for name in streams},
     )

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from paceline.core.packing import pack
 from paceline.domain.batch import Batch, PackedBatch
+from paceline.domain.mostly_constant import MostlyConstant
 from paceline.errors import InvariantError, WireError
 from paceline.transport.wire import FORMAT, MAGIC, PREFIX_BYTES, RankBatch, decode, encode, read_prefix
 from transport.batches import joined, packed
@@ -86,9 +87,25 @@ def test_every_rank_reads_back_to_the_bit_what_was_packed(
 def test_odd_numbers_survive_as_advantage_of_a_whole_sequence(number: float) -> None:
     batch = packed(1, [[[7, 9]]])
     micro_batch = batch.ranks[0][0]
-    odd = msgspec.structs.replace(micro_batch, advantages=np.full(16, number, np.float32))
+    numbers = np.full(16, number, np.float32)
+    advantage = MostlyConstant.of(numbers, micro_batch.lengths, micro_batch.trainable)
+    odd = msgspec.structs.replace(micro_batch, advantage=advantage)
     read = decode(wire(PackedBatch(batch.batch, ((odd,),))))
-    assert read.micro_batches[0].advantages.tobytes() == odd.advantages.tobytes()
+    assert read.micro_batches[0].advantages.tobytes() == numbers.tobytes()
+
+
+def test_advantages_that_do_not_fit_their_sequences_are_refused() -> None:
+    batch = packed(1, [[[7, 9]]])
+    micro_batch = batch.ranks[0][0]
+    good = micro_batch.advantage
+    for wrong, told in (
+        (good._replace(values=good.values[1:]), r"advantage has 1 values and 2 kinds for 2 sequences"),
+        (good._replace(kinds=np.full(2, 2, np.uint8)), r"0 numbers for the 16 tokens"),
+        (good._replace(tokens=np.zeros(3, np.float32)), r"3 numbers for the 0 tokens"),
+    ):
+        odd = msgspec.structs.replace(micro_batch, advantage=wrong)
+        with pytest.raises(InvariantError, match=told):
+            wire(PackedBatch(batch.batch, ((odd,),)))
 
 
 def test_what_real_packing_makes_is_sent_as_one_number_a_sequence_and_read_back() -> None:

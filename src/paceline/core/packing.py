@@ -7,7 +7,8 @@
 3. Bins go to ranks, the same number each, so that the dearest rank is as cheap as can be: longest processing time
    first (Graham, 1969), then swaps between the dearest rank and whichever other gains most, as long as one does.
 
-Scalars, such as a sample's advantage and temperature, become one number a token only here.
+What is one number for a whole sample, its temperature and nearly always its advantage, stays that: a trainer makes one a
+token of it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.domain.batch import Batch, MicroBatch, PackedBatch
+from paceline.domain.mostly_constant import PER_SEQUENCE, WHERE_TRAINABLE, MostlyConstant
 from paceline.domain.sample import Sample, Stream
 from paceline.errors import InvariantError
 
@@ -191,10 +193,9 @@ class _Layout(msgspec.Struct, frozen=True):
             ]
         )
 
-    def spread(self, values: list[float], padding: float) -> NDArray[np.float32]:
-        """One number a sequence to one a token."""
-        column = np.array([*values, padding], np.float32)
-        return np.repeat(column[np.array(self.order)], self.lengths)
+    def column(self, values: list[float], padding: float) -> NDArray[np.float32]:
+        """One number a sequence."""
+        return np.array([*values, padding], np.float32)[np.array(self.order, np.int64)]
 
 
 def _flatten(samples: Sequence[Sample], bins: Sequence[Bin], multiple: int) -> list[MicroBatch]:
@@ -214,16 +215,31 @@ def _flatten(samples: Sequence[Sample], bins: Sequence[Bin], multiple: int) -> l
         sequences.append(len(bin_) + (padding > 0))
     layout = _Layout(samples, order, np.array(lengths, np.int32))
     arrays = _arrays(layout, multiple)
+    advantages = _advantages(layout, arrays["trainable"], multiple)
+    temperatures = MostlyConstant(
+        layout.column([s.temperature for s in samples], 1.0),
+        np.full(len(order), PER_SEQUENCE, np.uint8),
+        np.zeros(0, np.float32),
+    )
     streams = {name: _stream(layout, name, multiple) for name in _stream_names(samples)}
     made: list[MicroBatch] = []
     token, sequence = 0, 0
     index = np.array(order, np.int32)
-    for count, own in zip(sequences, real, strict=True):
+    parts = zip(
+        sequences,
+        real,
+        advantages.split(sequences, layout.lengths),
+        temperatures.split(sequences, layout.lengths),
+        strict=True,
+    )
+    for count, own, advantage, temperature in parts:
         span = layout.lengths[sequence : sequence + count]
         end = token + int(span.sum())
         made.append(
             MicroBatch(
                 **{name: array[token:end] for name, array in arrays.items()},
+                advantage=advantage,
+                temperature=temperature,
                 lengths=span,
                 sample_index=index[sequence : sequence + own],
                 streams={name: stream[token:end] for name, stream in streams.items()},
@@ -234,25 +250,30 @@ def _flatten(samples: Sequence[Sample], bins: Sequence[Bin], multiple: int) -> l
 
 
 def _arrays(layout: _Layout, multiple: int) -> dict[str, NDArray[Any]]:
-    """The arrays that every `MicroBatch` has, of the whole batch."""
+    """The arrays of all tokens that every `MicroBatch` has, of the whole batch."""
     samples = layout.samples
-    trainable = layout.join([s.trainable for s in samples], np.zeros(multiple, np.bool_))
+    return {
+        "token_ids": layout.join([s.token_ids for s in samples], np.zeros(multiple, np.int32)),
+        "trainable": layout.join([s.trainable for s in samples], np.zeros(multiple, np.bool_)),
+        "logprobs": layout.join([s.logprobs for s in samples], np.zeros(multiple, np.float32)),
+    }
+
+
+def _advantages(layout: _Layout, trainable: NDArray[np.bool_], multiple: int) -> MostlyConstant:
+    """One number a sample where all have one, else the shortest form of what each token has."""
+    samples = layout.samples
     if any(isinstance(s.advantage, np.ndarray) for s in samples):
         per_token: list[NDArray[Any]] = [
             s.advantage if isinstance(s.advantage, np.ndarray) else np.full(s.tokens, s.advantage, np.float32)
             for s in samples
         ]
-        advantages = layout.join(per_token, np.zeros(multiple, np.float32))
-    else:
-        advantages = layout.spread([float(s.advantage) for s in samples], 0.0)
-    advantages *= trainable
-    return {
-        "token_ids": layout.join([s.token_ids for s in samples], np.zeros(multiple, np.int32)),
-        "trainable": trainable,
-        "logprobs": layout.join([s.logprobs for s in samples], np.zeros(multiple, np.float32)),
-        "advantages": advantages,
-        "temperatures": layout.spread([s.temperature for s in samples], 1.0),
-    }
+        numbers = layout.join(per_token, np.zeros(multiple, np.float32))
+        numbers *= trainable
+        return MostlyConstant.of(numbers, layout.lengths, trainable)
+    values = layout.column([float(s.advantage) for s in samples], 0.0)
+    # 0 is 0 on every token; said like this, the form is the one that the numbers of the tokens would come to.
+    kinds = np.where(values == 0, PER_SEQUENCE, WHERE_TRAINABLE).astype(np.uint8)
+    return MostlyConstant(values, kinds, np.zeros(0, np.float32))
 
 
 def _stream_names(samples: Sequence[Sample]) -> list[str]:

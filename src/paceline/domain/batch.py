@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.domain.ids import RolloutId, Version
+from paceline.domain.mostly_constant import MostlyConstant
 from paceline.domain.sample import Sample, Stream
 
 
@@ -36,13 +37,24 @@ class MicroBatch(msgspec.Struct, frozen=True, gc=False):
     token_ids: NDArray[np.int32]
     trainable: NDArray[np.bool_]
     logprobs: NDArray[np.float32]
-    advantages: NDArray[np.float32]
-    temperatures: NDArray[np.float32]
+    advantage: MostlyConstant
+    """0 on tokens that do not train."""
+    temperature: MostlyConstant
     lengths: NDArray[np.int32]
     """int32[S]: tokens of each sequence, padding included."""
     sample_index: NDArray[np.int32]
     """int32[<=S]: which sample of the batch each sequence is."""
     streams: dict[str, Stream] = {}
+
+    @property
+    def advantages(self) -> NDArray[np.float32]:
+        """One number a token, made anew at each call: ship `advantage`."""
+        return self.advantage.expanded(self.lengths, self.trainable)
+
+    @property
+    def temperatures(self) -> NDArray[np.float32]:
+        """One number a token, made anew at each call: ship `temperature`."""
+        return self.temperature.expanded(self.lengths, self.trainable)
 
 
 class PackedBatch(msgspec.Struct, frozen=True, gc=False):

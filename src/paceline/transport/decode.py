@@ -10,18 +10,18 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.domain.mostly_constant import PER_TOKEN, MostlyConstant
 from paceline.errors import WireError
 from paceline.transport.frame import (
     ALIGNMENT,
     DIGESTED,
     DTYPES,
-    PER_TOKEN,
     PREFIX_BYTES,
     Buffer,
     Header,
     read_prefix,
 )
-from paceline.transport.rank_batch import MostlyConstant, RankBatch, SampleTable, WireMicroBatch
+from paceline.transport.rank_batch import RankBatch, SampleTable, WireMicroBatch
 
 
 def decode(data: Buffer, *, name: str = "<buffer>", streams: Sequence[str] | None = None) -> RankBatch:
@@ -101,12 +101,18 @@ class _Decoder:
         extra = self._streams(streams, tokens)
         micro_batches = []
         token_at = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-        sequence_at = sample_at = advantage_at = temperature_at = 0
-        for count, rows in zip(sequences.tolist(), samples.tolist(), strict=True):
+        sequence_at = sample_at = 0
+        counts = sequences.tolist()
+        parts = zip(
+            counts,
+            samples.tolist(),
+            advantages.split(counts, lengths),
+            temperatures.split(counts, lengths),
+            strict=True,
+        )
+        for count, rows, advantage, temperature in parts:
             mine = slice(sequence_at, sequence_at + count)
             start, stop = int(token_at[mine.start]), int(token_at[mine.stop])
-            advantage, advantage_at = _cut(advantages, mine, lengths, advantage_at)
-            temperature, temperature_at = _cut(temperatures, mine, lengths, temperature_at)
             micro_batches.append(
                 WireMicroBatch(
                     token_ids=token_ids[start:stop],
@@ -174,8 +180,8 @@ class _Decoder:
         kinds = self.array(f"{name}/kind", "u1", rows=len(lengths))
         if len(kinds) and int(kinds.max()) > PER_TOKEN:
             raise WireError(f"{self.name}: {name}/kind is {int(kinds.max())}, at most {PER_TOKEN} is known")
-        per_token = int(lengths[kinds == PER_TOKEN].sum(dtype=np.int64))
-        return MostlyConstant(values, kinds, self.array(f"{name}/tokens", "f4", rows=per_token))
+        found = MostlyConstant(values, kinds, np.zeros(0, np.float32))
+        return found._replace(tokens=self.array(f"{name}/tokens", "f4", rows=found.token_count(lengths)))
 
     def _table(
         self,
@@ -246,11 +252,3 @@ def _leading(samples: NDArray[np.int32], sequences: NDArray[np.int32]) -> NDArra
     first = np.cumsum(sequences, dtype=np.int64) - sequences
     position = np.arange(int(sequences.sum(dtype=np.int64))) - np.repeat(first, sequences)
     return position < np.repeat(samples, sequences)
-
-
-def _cut(
-    whole: MostlyConstant, mine: slice, lengths: NDArray[np.int32], at: int
-) -> tuple[MostlyConstant, int]:
-    kinds = whole.kinds[mine]
-    end = at + int(lengths[mine][kinds == PER_TOKEN].sum(dtype=np.int64))
-    return MostlyConstant(whole.values[mine], kinds, whole.tokens[at:end]), end

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.domain.batch import MicroBatch, PackedBatch
+from paceline.domain.mostly_constant import MostlyConstant
 from paceline.domain.sample import Sample
 from paceline.errors import InvariantError
 from paceline.transport.frame import (
@@ -20,11 +21,8 @@ from paceline.transport.frame import (
     ENDINGS,
     FORMAT,
     MAGIC,
-    PER_SEQUENCE,
-    PER_TOKEN,
     PREFIX,
     PREFIX_BYTES,
-    WHERE_TRAINABLE,
     Buffer,
     Header,
 )
@@ -77,8 +75,8 @@ def encode(packed: PackedBatch, rank: int, *, run_id: str) -> Encoded:
     body.add("token_ids", "i4", [m.token_ids for m in micro_batches])
     body.add("trainable_bits", "u1", [np.packbits(trainable)])
     body.add("logprobs", "f4", [m.logprobs for m in micro_batches])
-    _add_mostly_constant(body, "advantages", [m.advantages for m in micro_batches], lengths, trainable)
-    _add_mostly_constant(body, "temperatures", [m.temperatures for m in micro_batches], lengths, trainable)
+    _add_mostly_constant(body, "advantages", [m.advantage for m in micro_batches])
+    _add_mostly_constant(body, "temperatures", [m.temperature for m in micro_batches])
     envs = _add_samples(body, packed, micro_batches)
     _add_streams(body, micro_batches)
     header = Header(
@@ -112,11 +110,24 @@ def _joined(pieces: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
 
 def _check(number: int, micro_batch: MicroBatch) -> None:
     tokens = int(micro_batch.lengths.sum())
-    for name in ("token_ids", "trainable", "logprobs", "advantages", "temperatures"):
+    for name in ("token_ids", "trainable", "logprobs"):
         length = len(getattr(micro_batch, name))
         if length != tokens:
             raise InvariantError(
                 f"micro-batch {number}: {name} has {length} tokens, its lengths add up to {tokens}"
+            )
+    for name in ("advantage", "temperature"):
+        given: MostlyConstant = getattr(micro_batch, name)
+        sequences = len(micro_batch.lengths)
+        if not len(given.values) == len(given.kinds) == sequences:
+            raise InvariantError(
+                f"micro-batch {number}: {name} has {len(given.values)} values and {len(given.kinds)} kinds for "
+                f"{sequences} sequences"
+            )
+        if len(given.tokens) != (told := given.token_count(micro_batch.lengths)):
+            raise InvariantError(
+                f"micro-batch {number}: {name} has {len(given.tokens)} numbers for the {told} tokens of the "
+                "sequences that have one a token"
             )
     if len(micro_batch.lengths) and int(micro_batch.lengths.min()) < 1:
         raise InvariantError(
@@ -128,43 +139,10 @@ def _check(number: int, micro_batch: MicroBatch) -> None:
         )
 
 
-def _add_mostly_constant(
-    body: _Body,
-    name: str,
-    pieces: Sequence[NDArray[np.float32]],
-    lengths: NDArray[np.int32],
-    trainable: NDArray[np.bool_],
-) -> None:
-    """One value a sequence where that says all, else a value a token; exact to the bit, NaN included."""
-    if not len(lengths):
-        values, kinds, left = np.zeros(0, np.float32), np.zeros(0, np.uint8), np.zeros(0, np.float32)
-    else:
-        numbers = _joined(pieces, np.float32)
-        values, kinds = _constants(numbers, lengths, trainable)
-        left = numbers[np.repeat(kinds == PER_TOKEN, lengths)] if (kinds == PER_TOKEN).any() else numbers[:0]
-    body.add(f"{name}/value", "f4", [values])
-    body.add(f"{name}/kind", "u1", [kinds])
-    body.add(f"{name}/tokens", "f4", [left])
-
-
-def _constants(
-    numbers: NDArray[np.float32], lengths: NDArray[np.int32], trainable: NDArray[np.bool_]
-) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
-    bits = numbers.view(np.int32)  # compared as bits: NaN equals itself and -0.0 is not 0.0
-    starts = np.cumsum(lengths, dtype=np.int64) - lengths
-    low, high = np.minimum.reduceat(bits, starts), np.maximum.reduceat(bits, starts)
-    kinds = np.where(low == high, PER_SEQUENCE, PER_TOKEN).astype(np.uint8)
-    if not kinds.any():
-        return low.view(np.float32), kinds
-    ends = np.iinfo(np.int32)
-    low_t = np.minimum.reduceat(np.where(trainable, bits, ends.max), starts)
-    high_t = np.maximum.reduceat(np.where(trainable, bits, ends.min), starts)
-    # Masking by multiplication leaves -0.0 where a negative number was: 0 all the same.
-    elsewhere = np.logical_or.reduceat((numbers != 0) & ~trainable, starts)
-    masked = (kinds == PER_TOKEN) & (low_t == high_t) & ~elsewhere
-    kinds[masked] = WHERE_TRAINABLE
-    values = np.where(kinds == PER_SEQUENCE, low, np.where(masked, low_t, 0)).astype(np.int32)
-    return values.view(np.float32), kinds
+def _add_mostly_constant(body: _Body, name: str, pieces: Sequence[MostlyConstant]) -> None:
+    body.add(f"{name}/value", "f4", [piece.values for piece in pieces])
+    body.add(f"{name}/kind", "u1", [piece.kinds for piece in pieces])
+    body.add(f"{name}/tokens", "f4", [piece.tokens for piece in pieces])
 
 
 def _add_samples(body: _Body, packed: PackedBatch, micro_batches: Sequence[MicroBatch]) -> tuple[str, ...]:

@@ -33,10 +33,6 @@ DTYPES = {
     code: np.dtype("<" + code) for code in ("i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8")
 }
 
-PER_SEQUENCE, WHERE_TRAINABLE, PER_TOKEN = 0, 1, 2
-"""How a number that most often is constant is sent: one value for all tokens of the sequence; one for its
-trainable tokens, 0 elsewhere; or a value for each token."""
-
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 

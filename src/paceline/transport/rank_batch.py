@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.domain.ids import RolloutId
+from paceline.domain.mostly_constant import MostlyConstant
 from paceline.domain.rollout import VersionRuns
-from paceline.transport.frame import PER_TOKEN, WHERE_TRAINABLE
 
 
 class SampleRow(NamedTuple):
@@ -93,25 +93,6 @@ class SampleTable:
             for value in (getattr(self, name),)
         }
         return SampleTable(**part)
-
-
-class MostlyConstant(NamedTuple):
-    """One number a sequence, or one a token where that is not enough."""
-
-    values: NDArray[np.float32]
-    kinds: NDArray[np.uint8]
-    tokens: NDArray[np.float32]
-
-    def expanded(self, lengths: NDArray[np.int32], trainable: NDArray[np.bool_]) -> NDArray[np.float32]:
-        out = np.repeat(self.values, lengths)
-        if self.kinds.any():
-            kinds = np.repeat(self.kinds, lengths)
-            out[(kinds == WHERE_TRAINABLE) & ~trainable] = 0.0
-            out[kinds == PER_TOKEN] = self.tokens
-        return out
-
-    def scalars(self) -> NDArray[np.float32]:
-        return np.where(self.kinds == PER_TOKEN, np.float32(np.nan), self.values)
 
 
 class WireMicroBatch:
