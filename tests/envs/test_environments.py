@@ -26,6 +26,7 @@ from paceline.envs import (
     cut_text,
     environment_class,
     make_environment,
+    weighed,
 )
 from paceline.envs.surroundings import ColdStarts, InRun
 from paceline.errors import ConfigError, EnvError
@@ -127,6 +128,38 @@ def test_a_single_turn_score_may_be_a_result_or_async_or_raise() -> None:
 
     with pytest.raises(ScoringError, match="score\\(\\) raised KeyError: 'answer'"):
         play(Raises(), Says("yes"), None)
+
+
+def test_s34_a_scorer_that_only_logs_cannot_move_the_reward_and_any_other_that_fails_leaves_none() -> None:
+    class Scored(SingleTurnEnv):
+        def __init__(self, **weights: float) -> None:
+            self.weights = weights
+
+        def prompt(self, data: Any) -> str:
+            return "hi"
+
+        async def score(self, data: Any, text: str) -> Result:
+            made = {"a": self.a, "b": lambda data, text: float("nan"), "c": self.c, "d": lambda *_: len(data)}
+            scorers = {name: (self.weights.get(name, 0.0), scorer) for name, scorer in made.items()}
+            return await weighed(scorers, data, text)
+
+        async def a(self, data: Any, text: str) -> float:
+            return 0.7
+
+        def c(self, data: Any, text: str) -> float:
+            raise KeyError("judge")
+
+    result = play(Scored(a=1.0), Says("yes"), "four")
+    assert (result.reward, result.rewards, result.metrics) == (0.7, {"a": 0.7}, {"d": 4.0})
+    failed = result.info["scorers_failed"]
+    assert failed.keys() == {"b", "c"}
+    assert "its value is nan" in failed["b"]
+    assert "KeyError: 'judge' (test_environments.py:" in failed["c"]
+    result = play(Scored(a=2.0, d=-0.5), Says("yes"), "four")
+    assert (result.reward, result.rewards) == (pytest.approx(-0.6), {"a": 1.4, "d": -2.0})
+    for name, why in (("b", "its value is nan"), ("c", "KeyError")):
+        with pytest.raises(ScoringError, match=f"scorer '{name}': .*{why}"):
+            play(Scored(a=1.0, **{name: 0.1}), Says("yes"), "four")
 
 
 def test_blocking_code_runs_in_a_thread_and_its_time_is_not_the_loops() -> None:

@@ -25,6 +25,7 @@ from paceline.envs.protocol import (
 )
 from paceline.envs.recorder import Recorder
 from paceline.envs.registry import BUILT_IN, environment_class, make_environment
+from paceline.envs.scoring import weighed
 from paceline.envs.text import CutSide, cut_text
 from paceline.envs.tool_env import ToolEnv
 from paceline.envs.tools import BadCall, CallFormat, PlainCalls, TaggedCalls, Tool, ToolBox, ToolCall
@@ -66,4 +67,5 @@ __all__ = [
     "cut_text",
     "environment_class",
     "make_environment",
+    "weighed",
 ]
