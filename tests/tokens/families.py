@@ -7,7 +7,9 @@ import functools
 import importlib.util
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -88,27 +90,64 @@ def qwen_with(name: str) -> ChatTokenizer | None:
     return ChatTokenizer(raw, source(name), stop_ids=stop, name=name)
 
 
-@functools.cache
-def tekken_tokenizer() -> Any:
-    """Mistral's Tekken vocabulary, from `mistral-common`; None where that is not installed."""
+def tekken_file() -> Path | None:
+    """Mistral's Tekken, of its third version, in `mistral-common`; None where that is not installed."""
     spec = importlib.util.find_spec("mistral_common")
     if spec is None or spec.origin is None:
         return None
-    data = json.loads((Path(spec.origin).parent / "data" / "tekken_240911.json").read_bytes())
-    config = data["config"]
-    count = config["default_vocab_size"] - config["default_num_special_tokens"]
-    ranks = {base64.b64decode(entry["token_bytes"]): entry["rank"] for entry in data["vocab"][:count]}
-    raw = bpe(ranks, config["pattern"])
-    marks = ["<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"]
-    marks += ["[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"]
+    return Path(spec.origin).parent / "data" / "tekken_240911.json"
+
+
+MISTRAL = (
+    "{%- set ns = namespace(last=-1) %}"
+    "{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}"
+    "{%- set said = messages | selectattr('role', 'equalto', 'system') | list %}{{- bos_token }}"
+    "{%- for m in messages %}{%- if m.role == 'user' %}"
+    "{%- if tools and loop.index0 == ns.last %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{%- endif %}"
+    "{{- '[INST]' }}{%- if said and loop.index0 == ns.last %}{{ said[0].content }}{{ '\\n\\n' }}{%- endif %}"
+    "{{- m.content }}[/INST]{%- elif m.role == 'tool' %}"
+    '{{- \'[TOOL_RESULTS]{"content": \' }}{{ m.content | tojson }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]'
+    "{%- elif m.role == 'assistant' %}{%- if m.tool_calls %}{{- '[TOOL_CALLS][' }}{%- for c in m.tool_calls %}"
+    '{{- \'{"name": "\' }}{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, '
+    "\"id\": \"{{ c.id }}\"}{{ '' if loop.last else ', ' }}{%- endfor %}]{%- else %}{{- m.content }}{%- endif %}"
+    "{{- eos_token }}{%- endif %}{%- endfor %}"
+)
+"""The instruct format of Tekken's third version, as `mistral-common` encodes it (a test compares the two): what the system
+says and the tools stand before the last question, so that a new question rewrites history."""
+
+
+@functools.cache
+def mistral() -> ChatTokenizer | None:
+    path = tekken_file()
+    if path is None:
+        return None
+    from mistral_common.tokens.tokenizers.tekken import Tekkenizer
+
+    data = json.loads(path.read_bytes())
+    config, theirs = data["config"], Tekkenizer.from_file(path)
+    first = config["default_num_special_tokens"]
+    count = config["default_vocab_size"] - first
+    ranks = {base64.b64decode(entry["token_bytes"]): first + entry["rank"] for entry in data["vocab"][:count]}
+    marks = {theirs.id_to_piece(token): token for token in range(20)}
+    raw = bpe(ranks, config["pattern"], marks)
     raw.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
-    return raw
+    specials = {"bos_token": "<s>", "eos_token": "</s>"}
+    return ChatTokenizer(raw, MISTRAL, stop_ids=[marks["</s>"]], special_tokens=specials, name="mistral")
 
 
-def bpe(ranks: dict[bytes, int], split: str) -> Any:
-    """A byte-level BPE of tiktoken's ranks: each token's merge is the one that its lower ranks would make last."""
+@functools.cache
+def mistrals_own() -> Any:
+    """`mistral-common`'s own encoder of conversations."""
+    from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+
+    return MistralTokenizer.from_file(str(tekken_file()))
+
+
+def bpe(ranks: dict[bytes, int], split: str, marks: Mapping[str, int] = MappingProxyType({})) -> Any:
+    """A byte-level BPE of tiktoken's ranks: each token's merge is the one that its lower ranks would make last. `marks`:
+    ids of tokens that are made of no bytes."""
     encoder = _bytes_to_unicode()
-    vocab = {"".join(encoder[b] for b in token): rank for token, rank in ranks.items()}
+    vocab = {**marks, **{"".join(encoder[b] for b in token): rank for token, rank in ranks.items()}}
     merges = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         if len(token) == 1:

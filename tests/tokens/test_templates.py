@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from families import ENDS, QWEN, TEMPLATES, bytes_with, qwen_with, tekken_tokenizer
+from families import ENDS, QWEN, TEMPLATES, bytes_with, mistral, mistrals_own, qwen_with
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -54,6 +54,19 @@ STABLE = {
     "qwen3_instruct_2507",
 }
 """Answers without thinking go on in one sample under these, whatever is said between."""
+
+DROP_THINKING = {
+    "deepseek_r1_distill",
+    "deepseekv3",
+    "glm4moe",
+    "lfm2_2_5",
+    "nemotron_3_nano",
+    "nemotron_3_ultra",
+    "qwen3",
+    "qwen3_5_think",
+    "qwen3_6",
+}
+"""Take thinking out of all answers before the last question."""
 
 words = st.text(
     alphabet=st.characters(codec="utf-8", exclude_characters="<[|{｜]>", exclude_categories=("Cs", "Co")),
@@ -203,28 +216,73 @@ def test_the_same_with_qwens_own_vocabulary(name: str, data: st.DataObject) -> N
     play(tokenizer, data)
 
 
-MISTRAL = (
-    "{{ bos_token }}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
-    "{% for m in messages %}{% if m.role == 'system' %}[SYSTEM_PROMPT]{{ m.content }}[/SYSTEM_PROMPT]"
-    "{% elif m.role == 'user' %}[INST]{{ m.content }}[/INST]{% elif m.role == 'tool' %}[TOOL_RESULTS]"
-    "{{ m.content }}[/TOOL_RESULTS]{% else %}{{ m.content }}{% for c in m.tool_calls or [] %}[TOOL_CALLS]"
-    '[{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}]'
-    "{% endfor %}{{ eos_token }}{% endif %}{% endfor %}"
-)
-"""The instruct format of Tekken's seventh version: no header before an answer, and results before the next."""
+def mistral_here() -> ChatTokenizer:
+    tokenizer = mistral()
+    if tokenizer is None:
+        pytest.skip("mistral-common is not installed: Mistral's own vocabulary is NOT covered")
+    return tokenizer
 
 
 @given(data=st.data())
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 def test_the_same_with_mistrals_own_vocabulary(data: st.DataObject) -> None:
-    raw = tekken_tokenizer()
-    if raw is None:
-        pytest.skip("mistral-common is not installed: Mistral's own vocabulary is NOT covered")
-    specials = {"bos_token": "<s>", "eos_token": "</s>"}
-    tokenizer = ChatTokenizer(
-        raw, MISTRAL, stop_ids=[raw.token_to_id("</s>")], special_tokens=specials, name="mistral"
-    )
-    assert play(tokenizer, data).samples == 1
+    talk = play(mistral_here(), data)
+    if talk.tools is None and talk.history[0]["role"] != "system":
+        assert talk.samples == 1
+
+
+@given(data=st.data())
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+def test_mistrals_own_encoder_gives_the_ids_that_rendering_gives(data: st.DataObject) -> None:
+    tokenizer = mistral_here()
+    from mistral_common.protocol.instruct.request import ChatCompletionRequest
+
+    tools = TOOLS if data.draw(st.booleans()) else None
+    history: list[Any] = [system(data.draw(words))] if data.draw(st.booleans()) else []
+    history.append(user(data.draw(words)))
+    for number in range(data.draw(st.integers(0, 3))):
+        if tools and data.draw(st.booleans()):
+            whats = data.draw(st.lists(words, min_size=1, max_size=2))
+            history.append(calls(number, whats, ""))
+            history += [seen(10 * number + n, data.draw(words)) for n in range(len(whats))]
+        else:
+            history += [assistant(data.draw(words)), user(data.draw(words))]
+    asked = json.loads(json.dumps({"messages": history, "tools": tools}))
+    for message in asked["messages"]:
+        for one in message.get("tool_calls") or []:
+            one["function"]["arguments"] = json.dumps(one["function"]["arguments"], ensure_ascii=False)
+    theirs = mistrals_own().encode_chat_completion(ChatCompletionRequest.model_validate(asked))
+    assert tokenizer.encode(tokenizer.render(history, tools)).tolist() == theirs.tokens
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@given(data=st.data())
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
+def test_thinking_that_a_template_drops_branches_and_what_it_keeps_goes_on(
+    name: str, data: st.DataObject
+) -> None:
+    tokenizer = bytes_with(name)
+    bridge, end = bridge_of(tokenizer), tokenizer.stop_ids[0]
+    talk, history, ids = Conversation(bridge), [user(data.draw(words))], []
+    plan = talk.plan(history)
+    ids = bridge.encode(plan).tolist()
+    thoughts: list[str] = []
+    for _ in range(3):
+        thoughts.append(f"t{data.draw(words)}t")
+        answer = f"<think>\n{thoughts[-1]}\n</think>\n\n{data.draw(words)}"
+        sampled = np.array([*tokenizer.encode(answer), end], np.int32)
+        talk.commit(plan, sampled, end, tokenizer.decode(sampled[:-1]))
+        before = [*ids, *sampled.tolist()]
+        history += [assistant(answer), user(data.draw(words))]
+        plan = talk.plan(history[-1:])
+        added = bridge.encode(plan).tolist()
+        ids = before + added if plan.extends else added
+        rendered = tokenizer.render(history)
+        shown = tokenizer.decode(ids, keep_special=True)
+        # Nothing stands before the model that its template takes out, and what is rendered anew is the rendering.
+        assert [t in shown for t in thoughts] == [t in rendered for t in thoughts]
+        assert plan.extends or shown == rendered
+        assert not (plan.extends and name in DROP_THINKING)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
