@@ -43,6 +43,8 @@ class Told(Environment):
     def __init__(self, does: str = "answer", seconds: float = 0.0) -> None:
         self.does = does
         self.seconds = seconds
+        self.arrived = 0
+        self.are_all_here = asyncio.Event()
 
     def tasks(self, split: Split) -> ListTasks:
         return ListTasks(["one", "two"])
@@ -56,6 +58,8 @@ class Told(Environment):
             time.sleep(self.seconds)  # noqa: ASYNC251 (what it is there for)
         elif self.does == "wait":
             await asyncio.sleep(self.seconds)
+        elif self.does == "all at once":
+            await self.all_here()
         elif self.does == "stubborn":
             try:
                 await asyncio.sleep(self.seconds)
@@ -81,13 +85,29 @@ class Told(Environment):
                 await model.chat(f"and {n}")
         elif self.does == "cold":
             async with self.cold_start():
+                began = time.monotonic()  # of the machine, and so the same for all workers
                 await asyncio.sleep(self.seconds)
+            return Result(1.0, info={"began": began})
+        elif self.does == "the last takes the worker along":
+            await self.all_here()
+            if ctx.rollout.member == self.seconds - 1:
+                await asyncio.sleep(0.5)  # the first has ended, and that has been said
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif ctx.rollout.member:
+                await asyncio.sleep(600)
         elif self.does == "cold kill":
             async with self.cold_start():
                 os.kill(os.getpid(), signal.SIGKILL)
         elif self.does == "ask":
             return Result(float(await self.ask("judge", {"text": reply.text})))
         return Result(1.0, info={"pid": os.getpid(), "last": reply.text})
+
+    async def all_here(self) -> None:
+        """Wait until `seconds` rollouts are here."""
+        self.arrived += 1
+        if self.arrived >= self.seconds:
+            self.are_all_here.set()
+        await self.are_all_here.wait()
 
     async def on_truncated(self, task: Any, model: Model, ctx: Context, limit: Any) -> Result | None:
         assert model.last is not None
