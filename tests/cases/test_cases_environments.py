@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from paceline.config import EvalSection
+from paceline.core.admission import FixedCap
 from paceline.core.setup import CoreSetup, TrainSpec
 from paceline.domain import commands as do
 from paceline.domain import events as on
@@ -65,6 +66,35 @@ def test_s07_an_eval_that_runs_whole_and_is_larger_than_the_cap_is_measured() ->
     setup = whole(setup_for(batch=4, max_steps=2, evals=[held]), ("eval", "held"))
     world = World(setup, Script(), cap=4).run()
     assert {report.rollouts for report in world.evals} == {12}
+
+
+class Falls(FixedCap):
+    """A cap that falls below a whole group once that many rollouts have been started."""
+
+    def __init__(self, most: int, least: int, after: int) -> None:
+        super().__init__(most)
+        self.least, self.after, self.started = least, after, 0
+
+    def fall(self, world: object, event: object, commands: list[do.Command]) -> None:
+        self.started += sum(isinstance(command, do.StartRollout) for command in commands)
+        if self.started >= self.after:
+            self._cap = self.least
+
+
+def test_s07_a_cap_that_falls_below_a_whole_group_during_the_run_stops_neither_training_nor_evals() -> None:
+    held = EvalSection(id="held", examples=2, k=6, every=2)
+    spec = train_env(group_size=6)
+    setup = whole(setup_for(spec, batch=6, max_steps=6, evals=[held]), ("train", "env"), ("eval", "held"))
+    falls = Falls(14, 4, after=18)
+    world = World(setup, Script(), admission=falls, watch=falls.fall).run()
+    assert world.finish is not None
+    assert world.finish.status == "done"
+    assert len(world.batches) == 6
+    assert [(report.version, report.rollouts) for report in world.evals] == [(n, 12) for n in (0, 2, 4, 6)]
+    after = in_flight(world)[-1][0]
+    groups = [running for at, running in in_flight(world) if running and at > after / 2]
+    assert groups
+    assert all(list(running.values()) <= [6] for running in groups)  # each alone, and whole
 
 
 def by_attempt(world: Trace) -> dict[int, dict[int, int]]:

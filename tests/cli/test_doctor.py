@@ -155,6 +155,26 @@ def test_s77_everything_that_does_not_fit_is_told_at_once_with_both_sides(
     sys.modules.pop("doctor_tooled", None)
 
 
+def test_s24_a_template_that_rewrites_history_is_told_at_the_start_with_what_follows(
+    tmp_path: Path, model: Path, server: ThreadingHTTPServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strips = CHATML.replace("m.content", "(m.content if loop.last else m.content.split('</think>')[-1])")
+    (model / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<|im_end|>", "chat_template": strips})
+    )
+    file = config(tmp_path, model, vllm(server))
+    _, found = doctor(file, capsys=capsys)
+    (template,) = [finding for finding in found if finding["what"] == "chat template"]
+    assert "not with thinking in an answer" in template["facts"]
+    assert "goes on in a new sample with its whole prompt (more prefill, more samples" in template["facts"]
+    counts = CHATML.replace("m.content", "loop.length ~ m.content")
+    (model / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<|im_end|>", "chat_template": counts})
+    )
+    assert main(["doctor", str(file)]) == 0  # a warning keeps nothing from starting
+    assert "not append-only: each turn is rendered in full" in " ".join(capsys.readouterr().out.split())
+
+
 def test_raw_logprobs_are_refused_where_the_temperature_is_not_one(
     tmp_path: Path, model: Path, server: ThreadingHTTPServer, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.config import EnvSection
 from paceline.core.samplers import LEARNING, DifficultyPools, SuccessBand, build_sampler
 from paceline.core.samplers.base import SumTree
+from paceline.core.setup import train_spec
 from paceline.errors import ConfigError
+from paceline.testing import Script, World, setup_for
 
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=40), st.floats(0, 0.999999))
@@ -96,6 +101,45 @@ def test_a_draw_does_not_cost_more_with_more_tasks() -> None:
         return best
 
     assert seconds(200_000) < 5 * seconds(200)  # log2: 17.6 against 7.6; a walk over all would be 1,000 times
+
+
+class Backwards:
+    """From the last task to the first: a user's own."""
+
+    def __init__(self, size: int, seed: int, *, step: int = 1) -> None:
+        self.size, self.step, self.told = size, step, 0
+
+    def draw(self, number: int) -> int:
+        return -1 - number * self.step % self.size + self.size
+
+    def seen(self, index: int, mean: float | None, variance: float | None) -> None:
+        self.told += 1
+
+    def snapshot(self) -> dict[str, int]:
+        return {"told": self.told}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.told = state["told"]
+
+
+def test_a_sampler_of_the_users_own_draws_is_told_and_is_in_the_checkpoint() -> None:
+    section = EnvSection.model_validate(
+        {"id": "e", "name": "env", "sampler": "own:Backwards", "sampler_args": {"step": 2}, "group_size": 2}
+    )
+    spec = train_spec(section, 9, "", samplers={"env": Backwards})
+    setup = setup_for(spec, batch=4, max_steps=6, checkpoint_every=3)
+    trace = World(setup, Script(), cap=6).run()
+    opened = {c.rollout.group: c.task.index for c in trace.launched}
+    assert [opened[group] for group in range(5)] == [8, 6, 4, 2, 0]
+    _, state = trace.checkpoints[-1]
+    resumed = World(setup, Script(), cap=6, state=state)
+    sampler = resumed.core.curriculum.samplers["env"].learning
+    assert isinstance(sampler, Backwards)
+    assert sampler.told > 0
+    with pytest.raises(ConfigError, match="'own:Backwards' refuses its sampler_args"):
+        train_spec(
+            section.model_copy(update={"sampler_args": {"stride": 2}}), 9, "", samplers={"env": Backwards}
+        )
 
 
 def test_what_cannot_be_is_refused() -> None:
