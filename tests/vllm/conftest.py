@@ -75,7 +75,9 @@ def endless(monkeypatch: pytest.MonkeyPatch) -> None:
     async def on_and_on(link: Link, method: str, path: str, body: bytes | None = None, *rest: Any) -> Any:
         if body is not None and path in (GENERATE, COMPLETIONS):
             asked = json.loads(body)
-            asked.get("sampling_params", asked)["ignore_eos"] = True
+            sampling = asked.get("sampling_params", asked)
+            sampling["ignore_eos"] = True
+            sampling.pop("stop_token_ids", None)
             body = json.dumps(asked).encode()
         return await send(link, method, path, body, *rest)
 

@@ -71,6 +71,7 @@ async def test_ids_and_logprobs_come_back_as_read_only_arrays_with_their_version
             "stop_token_ids": [7],
             "seed": 3,
             "logprobs": 0,
+            "skip_special_tokens": False,
         },
     }
 

@@ -45,6 +45,9 @@ class _Sampling(msgspec.Struct, frozen=True, gc=False):
     stop_token_ids: tuple[int, ...] | UnsetType
     seed: int | UnsetType
     logprobs: int = 0
+    # Else the server looks for stop strings in a text without special tokens: one that is such a token, or has one in it,
+    # would never be found, and two tokens with one between them would be taken for neighbours.
+    skip_special_tokens: bool = False
 
 
 class _Streaming(msgspec.Struct, frozen=True, gc=False):
