@@ -48,6 +48,8 @@ class ProgramCap(Admission):
         seconds: float,
         error: str | None,
         now: float,
+        *,
+        is_busy: bool = False,
     ) -> None:
         self._engine, self._now = engine, now
 

@@ -152,7 +152,14 @@ class Turns:
         if self._learner is not None:
             engine.touch()
             self._learner.segment_ended(
-                engine, flight, tokens, event.cached_tokens, event.seconds, event.error, self._out.now
+                engine,
+                flight,
+                tokens,
+                event.cached_tokens,
+                event.seconds,
+                event.error,
+                self._out.now,
+                is_busy=event.is_busy,
             )
         if event.error is None:
             if not event.given_up:

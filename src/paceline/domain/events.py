@@ -106,6 +106,8 @@ class SegmentEnded(msgspec.Struct, frozen=True, gc=False, tag=True):
     """The engine did not answer: several in a row take it out. A refusal, or a word that it is busy, does not."""
     given_up: bool = False
     """The environment cancelled its call, which says nothing about the engine. Its tokens are not known."""
+    is_busy: bool = False
+    """The engine said that it has too much to do (429), which admission takes for a sign where there are no metrics."""
 
 
 class RolloutContinued(msgspec.Struct, frozen=True, gc=False, tag=True):

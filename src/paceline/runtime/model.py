@@ -47,15 +47,12 @@ from paceline.ports import Engine, GenerateReply, GenerateRequest, SamplingParam
 from paceline.runtime.continuing import Record
 from paceline.runtime.gate import TurnGate
 from paceline.runtime.gateway.server import Gateway
+from paceline.runtime.patience import Patience
 from paceline.tokens import Bridge, ChatTokenizer, Conversation, Plan
 from paceline.tokens.marks import first_mark, sure_of
 
 LONG_TEXT: Final = 20_000
 """Characters from which encoding leaves the loop: about 5 ms of work, against 22 µs for the hop."""
-
-MOST_UNAVAILABLE: Final = 8
-"""Times one turn may find its engine unavailable. The core takes an engine out after a few failed calls in a row, so a
-turn that meets this many is out of luck with several."""
 
 EMPTY_ABORTS: Final = 32
 """Engine requests in a row that may be aborted without a token before the engine counts as failed: a chain that
@@ -196,7 +193,7 @@ class ModelCalls:
         """Whether a program is being served: calls are then made for it, and the environment waits for the program."""
         self.where: Where = "env"
         """What the rollout waits for."""
-        self.pending: asyncio.Future[GrantTurn] | None = None
+        self.pending: asyncio.Future[Any] | None = None
         self.engine: Engine | None = None
         self.request_id = ""
         self.stop: CancelCause | None = None
@@ -405,7 +402,7 @@ class ModelCalls:
                 try:
                     finish = await self._segment(call, allowed)
                 except EngineUnavailable as error:
-                    self._ask_again(call, error)
+                    await self._before_next(call, error)
                     continue
                 if finish != "abort" or self.stop is not None or self.limit is not None or self._hung_up:
                     break
@@ -427,16 +424,42 @@ class ModelCalls:
         assert self.last is not None
         return self.last
 
-    def _ask_again(self, call: _Call, error: EngineUnavailable) -> None:
+    async def _before_next(self, call: _Call, error: EngineUnavailable) -> None:
         """Its engine could not carry out a request: the chain goes on from the tokens it has, wherever the gate says.
 
-        EngineError when that has happened too often, or the rollout is being stopped anyway.
+        EngineError when that has gone on for too long, or the rollout is being stopped anyway.
         """
-        call.unavailable += 1
-        if self.stop is None and self.limit is None and call.unavailable < MOST_UNAVAILABLE:
-            return
-        self.engine_error = str(error)
-        raise EngineError(self.engine_error) from error
+        wait_s = (
+            call.patience.after(error, self._clock()) if self.stop is None and self.limit is None else None
+        )
+        if wait_s is None:
+            self.engine_error = str(error)
+            raise EngineError(self.engine_error) from error
+        if wait_s:
+            await self._sit_out(call, wait_s)
+
+    async def _sit_out(self, call: _Call, seconds: float) -> None:
+        """Wait; the rollout may be stopped meanwhile, as it may at the gate."""
+        began, loop = self._clock(), asyncio.get_running_loop()
+        over: asyncio.Future[None] = loop.create_future()
+
+        def is_over() -> None:
+            if not over.done():
+                over.set_result(None)
+
+        timer = loop.call_later(seconds, is_over)
+        self.where, self.pending = "gate", over
+        try:
+            await over
+        except asyncio.CancelledError:
+            if self.stop is None and self.limit is not None:
+                raise RolloutTruncated(self.limit, f"the rollout has used up its {self.limit_text}") from None
+            raise
+        finally:
+            timer.cancel()
+            self.where, self.pending = "env", None
+            self.gate_s += self._clock() - began
+            call.queued_s += self._clock() - began
 
     async def _segment(self, call: _Call, allowed: int) -> Finish:
         """One engine request. Returns how it ended; `abort` also where the chain has to go on for another reason."""
@@ -500,6 +523,7 @@ class ModelCalls:
                 finish = "stop"
             elif most < left:
                 finish = "abort"
+        call.patience.served()
         if len(reply.token_ids):
             call.empty = 0
             if self._keep is not None:
@@ -685,8 +709,13 @@ class ModelCalls:
                 )
                 raise
             text = "cancelled while it ran" if cancelled else _told(error, grant.engine)
-            outage = isinstance(error, EngineUnavailable) and not isinstance(error, EngineBusy)
-            self._gate.report(SegmentEnded(self._rollout, grant.engine, (), "abort", 0, took, text, outage))
+            busy = isinstance(error, EngineBusy)
+            outage = isinstance(error, EngineUnavailable) and not busy
+            self._gate.report(
+                SegmentEnded(
+                    self._rollout, grant.engine, (), "abort", 0, took, text, is_outage=outage, is_busy=busy
+                )
+            )
             if cancelled or isinstance(error, EngineUnavailable):
                 raise
             self.engine_error = text
@@ -710,13 +739,13 @@ class _Call:
         "ended",
         "engine",
         "heard",
+        "patience",
         "queued_s",
         "seed",
         "segments",
         "started",
         "stop",
         "tell",
-        "unavailable",
     )
 
     def __init__(self, seed: int, stop: tuple[str, ...], tell: Tell | None) -> None:
@@ -734,7 +763,7 @@ class _Call:
         """When its latest request ended, if that is from a record; 0 if it is not."""
         self.segments = 0
         self.empty = 0
-        self.unavailable = 0
+        self.patience = Patience()
 
     def hear(self, ids: Sequence[int]) -> None:
         """The engine of the request under way tells what it samples."""

@@ -219,9 +219,21 @@ def test_an_engine_that_never_answers_is_run_by_latency_and_says_so() -> None:
     grown = run.cap
     assert grown > 4
     for _ in range(2 * grown):
-        run.admission.segment_ended(run.held, flight(), 0, 0, 0.1, "answered 429", run.now)
+        run.admission.segment_ended(run.held, flight(), 0, 0, 0.1, "answered 429", run.now, is_busy=True)
     assert run.cap < grown
     assert "429" in run.admission.reason("e0")
+
+
+def test_an_address_with_429_in_it_is_no_refusal() -> None:
+    run = Driven(start=None, active=1)
+    for _ in range(3):
+        run.admission.observe(run.held, None, run.now)
+        run.now += 5.0
+    cap = run.cap
+    for _ in range(20):
+        error = "engine e0 (http://gpu:4290): answered 400: no such adapter"
+        run.admission.segment_ended(run.held, flight(), 0, 0, 0.1, error, run.now)
+    assert run.cap == cap
 
 
 def test_at_most_a_group_or_a_tenth_more_start_in_5_s_and_one_that_ends_makes_room() -> None:

@@ -231,10 +231,12 @@ class AdaptiveCap(Admission):
         seconds: float,
         error: str | None,
         now: float,
+        *,
+        is_busy: bool = False,
     ) -> None:
         state = self[engine.id]
         if state.outside is not None:
-            state.outside.segment_ended(sampled, seconds, error, engine.active)
+            state.outside.segment_ended(sampled, seconds, engine.active, is_busy=is_busy)
             state.set(state.outside.cap)
             state.outside.cap = state.limit
             state.reason = state.outside.reason

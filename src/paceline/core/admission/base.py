@@ -88,8 +88,11 @@ class Admission(ABC):
         seconds: float,
         error: str | None,
         now: float,
+        *,
+        is_busy: bool = False,
     ) -> None:
-        """The call has ended; `flight.context` includes what it sampled."""
+        """The call has ended; `flight.context` includes what it sampled. `is_busy`: the engine refused it, because it has
+        too much to do."""
 
     def ended(self, engine: Holdings, flight: Flight, now: float) -> None:
         """The rollout has ended and its permit is free."""

@@ -28,10 +28,10 @@ class OutsideView:
         self._seconds = 0.0
         self._tokens = 0
 
-    def segment_ended(self, sampled: int, seconds: float, error: str | None, active: int) -> None:
-        """One engine request came back."""
-        if error is not None:
-            self._refused += "429" in error
+    def segment_ended(self, sampled: int, seconds: float, active: int, *, is_busy: bool) -> None:
+        """One engine request came back: with what it sampled, or refused (`is_busy`), or failed, which says nothing."""
+        if is_busy:
+            self._refused += 1
         elif sampled:
             self._calls += 1
             self._seconds += seconds

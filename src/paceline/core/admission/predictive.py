@@ -247,12 +247,14 @@ class PredictiveCap(Admission):
         seconds: float,
         error: str | None,
         now: float,
+        *,
+        is_busy: bool = False,
     ) -> None:
         state = self[engine.id]
         state.advance(now)
         state.calls, state.tokens = engine.calls, engine.calling_tokens
         if state.outside is not None:
-            state.outside.segment_ended(sampled, seconds, error, engine.active)
+            state.outside.segment_ended(sampled, seconds, engine.active, is_busy=is_busy)
         if error is not None:
             state.prefilled_ever -= flight.marks[3]
             return
