@@ -205,6 +205,27 @@ async def test_a_paused_server_holds_requests_and_is_told_of_at_the_start(
     assert len((await held).token_ids) == 4
 
 
+@pytest.mark.usefixtures("endless")
+async def test_a_call_is_stopped_with_its_tokens_while_the_server_is_paused(
+    engine: HttpEngine, server: Server, references: list[Reference]
+) -> None:
+    """What is done when a load fails: nothing may be sampled before the calls are stopped."""
+    link = Link(server.url, "e0", LIMITS, Retry())
+    try:
+        running = asyncio.ensure_future(engine.generate(request(400)))
+        await generating(engine)
+        await link.demand("POST", "/pause?mode=keep&clear_cache=true")
+        async with asyncio.timeout(20):
+            await engine.interrupt()
+            reply = await running
+    finally:
+        await link.demand("POST", "/resume")
+        await link.close()
+    assert reply.finish == "abort"
+    assert 0 < len(reply.token_ids) < 400
+    assert_same(reply.logprobs, references[0].logprobs(PROMPT, reply.token_ids))
+
+
 async def test_a_wrong_name_is_refused_with_the_right_one(server: Server) -> None:
     with pytest.raises(EngineError, match=r"serves no model 'llama' \(it serves: policy\)"):
         await connect(server.url, id="e0", served_name="llama", limits=LIMITS, start_s=30.0)

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
-from vllm_kit import LIMITS, PROMPT, Reference, Server, assert_same, differs, engine_on, request, versions_of
+from vllm_kit import (
+    LIMITS,
+    PROMPT,
+    Reference,
+    Server,
+    assert_same,
+    differs,
+    engine_on,
+    generating,
+    request,
+    versions_of,
+)
 
 from paceline.engines.http import Link, Retry
 from paceline.errors import EngineError
@@ -51,11 +63,14 @@ async def test_the_check_is_far_from_both_sides_of_its_tolerance(server: Server,
             await ProbeCheck(TOLERANCE * 3, read_probes).after(engine, 1, str(probed[2]))
 
 
-async def test_tied_embeddings_that_vllm_reloads_in_part_are_caught(
+@pytest.mark.usefixtures("endless")
+async def test_tied_embeddings_that_vllm_reloads_in_part_are_caught_and_train_no_token_of_a_call_in_flight(
     server: Server, probed: list[Path], references: list[Reference]
 ) -> None:
     async with engine_on(server, check=ProbeCheck(TOLERANCE, read_probes)) as engine:
         await engine.update_weights(0, str(probed[0]))
+        running = asyncio.ensure_future(engine.generate(request(400, salt="v0")))
+        await generating(engine)
         await mend(server, False)
         try:
             with pytest.raises(
@@ -63,6 +78,10 @@ async def test_tied_embeddings_that_vllm_reloads_in_part_are_caught(
             ):
                 await engine.update_weights(1, str(probed[1]))
             assert engine.version == 0
+            before = await running
+            assert (before.finish, versions_of(before)) == ("abort", [0])
+            assert 0 < len(before.token_ids) < 400
+            assert_same(before.logprobs, references[0].logprobs(PROMPT, before.token_ids))
             # Its output has changed, its label is the new one, and it is neither the old policy nor the new.
             reply = await engine.generate(request(16, temperature=0.0, salt="mixture"))
             assert versions_of(reply) == [1]

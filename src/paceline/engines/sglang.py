@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -39,7 +39,7 @@ from paceline.engines.http.probe import (
     sample,
 )
 from paceline.engines.http.retry import Retry
-from paceline.engines.http.weights import expect_version, resumed_after
+from paceline.engines.http.weights import expect_version, resumed_after, stopped_unless_loaded
 from paceline.engines.http.wire import error_text, excerpt, label_of, version_of
 from paceline.errors import EngineError
 from paceline.ports import GenerateReply, GenerateRequest, PauseMarks, SamplingParams, WeightCheck
@@ -150,22 +150,22 @@ class SglangDialect:
     def take_back(self) -> None:
         """There is nothing to go back to: the weights were replaced."""
 
-    async def load_weights(self, version: Version, path: str) -> None:
+    async def load_weights(self, version: Version, path: str, stop: Callable[[], Awaitable[None]]) -> None:
         link = self._link
         if is_adapter(path):
             raise EngineError(f"{link.name}: {path} holds a LoRA adapter; those are loaded into vLLM only")
         async with resumed_after(self._resume, self._marks, link.url, version):
             # Of requests in flight, those of a version without modes return as aborted and are continued.
             await link.demand("POST", "/pause_generation", {"mode": "retract"}, waits_again=False)
-            label = label_of(version)
-            answer = await link.call(
-                "POST",
-                "/update_weights_from_disk",
-                {"model_path": path, "weight_version": label, "flush_cache": True},
-                within_s=link.limits.load_weights_s,
-            )
-            _succeeded(link, path, answer)
-            expect_version(link, await read_version(link), version, path)
+            async with stopped_unless_loaded(stop):
+                answer = await link.call(
+                    "POST",
+                    "/update_weights_from_disk",
+                    {"model_path": path, "weight_version": label_of(version), "flush_cache": True},
+                    within_s=link.limits.load_weights_s,
+                )
+                _succeeded(link, path, answer)
+                expect_version(link, await read_version(link), version, path)
 
     async def _resume(self, went_well: bool) -> None:
         await self._link.demand("POST", "/continue_generation", {}, waits_again=went_well)

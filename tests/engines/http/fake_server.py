@@ -90,7 +90,7 @@ class FakeServer:
         self.streams = True
         """Whether it knows of streams."""
         self.hold: asyncio.Event | None = None
-        """While set up and not set, generate calls wait for it, or for their abort."""
+        """While set up and not set, generate calls but for probes wait for it, or for their abort."""
         self.url = ""
         self._script: dict[str, deque[Say]] = defaultdict(deque)
 
@@ -231,7 +231,7 @@ class FakeServer:
         self.peak = max(self.peak, len(self.running))
         began = self.label
         try:
-            if self.hold is not None:
+            if self.hold is not None and not name.startswith("probe-"):
                 waits = [asyncio.ensure_future(e.wait()) for e in (self.hold, aborted)]
                 try:
                     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

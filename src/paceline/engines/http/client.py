@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 import msgspec
 
 from paceline.domain.ids import EngineId, Version
 from paceline.domain.load import EngineInfo, EngineLoad
+from paceline.engines.http.adapters import is_adapter
 from paceline.engines.http.dialect import Dialect, Hears, VllmDialect
 from paceline.engines.http.link import Answer, Limits, Link, LinkLost
 from paceline.engines.http.probe import ServerFacts, probe
 from paceline.engines.http.retry import NOT_JSON, Retry, is_transient
+from paceline.engines.http.trust import Doubt, before
 from paceline.engines.http.wire import decode, error_text
 from paceline.errors import EngineBusy, EngineError, EngineUnavailable
 from paceline.ports import GenerateReply, GenerateRequest, PauseMarks, WeightCheck
@@ -81,7 +84,7 @@ async def connect(
 class _Flight:
     """One request on its way: what an abort needs to reach it."""
 
-    __slots__ = ("aborted", "backoff", "ended", "timer", "wire_id")
+    __slots__ = ("aborted", "backoff", "doubt", "ended", "stamped", "timer", "wire_id")
 
     def __init__(self, wire_id: str) -> None:
         self.wire_id = wire_id
@@ -92,6 +95,19 @@ class _Flight:
         """Set while no try is in flight."""
         self.ended: asyncio.Future[None] | None = None
         """Set once somebody waits for the end."""
+        self.doubt: Doubt | None = None
+        """About weights that were loaded while it was in flight."""
+        self.stamped: Callable[[Version], GenerateReply] | None = None
+        """The reply again, with another version for what the server did not stamp; None of one that was dropped."""
+
+    async def trusted(self, reply: GenerateReply) -> GenerateReply:
+        """What of its reply may be believed; waits where that is being found out."""
+        if self.doubt is None or self.stamped is None:
+            return reply
+        sure = before(self.stamped(self.doubt.version), self.doubt.version)
+        if len(sure.token_ids) == len(reply.token_ids) or await self.doubt.is_trusted():
+            return reply
+        return sure
 
     def drop(self) -> None:
         """End the try now; the server sees its connection close."""
@@ -173,7 +189,7 @@ class HttpEngine:
             try:
                 if self._interrupt:
                     self._takes_calls = False
-                    await asyncio.gather(*(self.abort(request) for request in list(self._flights)))
+                    await self.interrupt()
                 yield
             finally:
                 self._takes_calls = True
@@ -186,11 +202,12 @@ class HttpEngine:
                 raise EngineError(f"{self._link.name}: request {request.request_id} is in flight already")
             flight = self._flights[request.request_id] = _Flight(request.request_id)
             try:
-                return await self._tries(request, flight)
+                reply = await self._tries(request, flight)
             finally:
                 del self._flights[request.request_id]
                 if flight.ended is not None and not flight.ended.done():
                     flight.ended.set_result(None)
+            return await flight.trusted(reply)
 
     async def abort(self, request_id: str) -> None:
         flight = self._flights.get(request_id)
@@ -210,6 +227,18 @@ class HttpEngine:
                 return
         flight.drop()
 
+    async def interrupt(self) -> None:
+        """End all calls in flight with the tokens they have."""
+        await asyncio.gather(*(self.abort(request) for request in list(self._flights)))
+
+    def doubt(self, version: Version) -> Doubt:
+        """Until it is settled, calls in flight that `version` may have sampled for wait for it."""
+        doubt = Doubt(version)
+        for flight in self._flights.values():
+            if flight.doubt is None or flight.doubt.is_settled_well:
+                flight.doubt = doubt
+        return doubt
+
     async def load(self) -> EngineLoad:
         link = self._link
         if not self._says_load:
@@ -227,12 +256,15 @@ class HttpEngine:
         except (LinkLost, EngineError) as error:
             raise EngineError(f"{link.name}: /metrics: {error}") from error
 
-    async def update_weights(self, version: Version, path: str) -> None:
+    async def update_weights(
+        self, version: Version, path: str, interrupt: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        """`interrupt` ends the calls that the server has in flight, where they are somebody else's: a router's."""
         async with self._loading:
             limit_s = self._link.limits.load_weights_s
             try:
                 async with asyncio.timeout(limit_s):
-                    await self._update(version, path)
+                    await self._update(version, path, interrupt or self.interrupt)
             except TimeoutError:
                 raise EngineUnavailable(
                     f"{self._link.name}: v{version} was not in within {limit_s:g} s (engine.load_s)"
@@ -243,23 +275,33 @@ class HttpEngine:
         """Closes every connection; the server aborts what was still in flight."""
         await self._link.close()
 
-    async def _update(self, version: Version, path: str) -> None:
-        if self._check is not None:
-            await self._check.before(path)
+    async def _update(self, version: Version, path: str, interrupt: Callable[[], Awaitable[None]]) -> None:
+        check = self._check
+        if check is not None:
+            await check.before(path)
+        # Calls go on under the adapter they began with: nothing of theirs is in doubt.
+        doubt = None if check is None or is_adapter(path) else self.doubt(version)
+        is_trusted = True
         try:
-            if self._interrupt:
-                self._takes_calls = False
-                await asyncio.gather(*(self.abort(request) for request in list(self._flights)))
-            await self._dialect.load_weights(version, path)
-        finally:
-            self._takes_calls = True
-        if self._check is not None:
-            # It works again by now: in-flight requests need not wait for the answer, new turns do.
             try:
-                await self._check.after(self, version, path)
-            except BaseException:
+                if self._interrupt:
+                    self._takes_calls = False
+                    await self.interrupt()
+                await self._dialect.load_weights(version, path, interrupt)
+            finally:
+                self._takes_calls = True
+            if check is not None:
+                # It works again by now: in-flight requests go on meanwhile, new turns wait.
+                is_trusted = False
+                await check.after(self, version, path)
+                is_trusted = True
+        finally:
+            if doubt is not None:
+                doubt.settle(is_trusted)
+            if not is_trusted:
                 self._dialect.take_back()
-                raise
+                if doubt is not None:
+                    await interrupt()
 
     # ---- one request
 
@@ -283,12 +325,13 @@ class HttpEngine:
                     else:
                         answer = await link.send("POST", self._route, body, headers, heard.take)
                         if heard.is_begun:
+                            flight.stamped = heard.whole
                             return heard.whole(known)
             except TimeoutError:
                 if not flight.aborted:
                     await self._stop(flight.wire_id)
                 if heard is not None and heard.tokens:
-                    return self._kept(heard, known)
+                    return self._kept(heard, known, flight)
                 if flight.aborted:
                     return _NOTHING
                 raise self._error(
@@ -302,7 +345,7 @@ class HttpEngine:
                     # Told already, so not to be sampled again: the turn goes on from there.
                     if not flight.aborted:
                         await self._stop(flight.wire_id)
-                    return self._kept(heard, known)
+                    return self._kept(heard, known, flight)
                 if flight.aborted:
                     return _NOTHING
                 cause, wait_s = str(lost), link.retry.wait_s(failed)
@@ -313,7 +356,7 @@ class HttpEngine:
                 kind = EngineUnavailable
             else:
                 if answer.status == 200:
-                    return self._decoded(answer, known)
+                    return self._decoded(answer, known, flight)
                 failed += 1
                 cause, wait_s = self._refused(answer, failed)
                 transient = is_transient(answer.status, answer.body)
@@ -331,7 +374,8 @@ class HttpEngine:
             if flight.aborted:
                 return _NOTHING
 
-    def _decoded(self, answer: Answer, known: Version) -> GenerateReply:
+    def _decoded(self, answer: Answer, known: Version, flight: _Flight) -> GenerateReply:
+        flight.stamped = partial(self._dialect.decode, answer.body)
         try:
             # A server that does not stamp its tokens may have loaded weights meanwhile: then the older version
             # is taken for all of them, so that staleness is never understated.
@@ -339,7 +383,8 @@ class HttpEngine:
         except EngineError as error:
             raise self._error(str(error)) from None
 
-    def _kept(self, heard: Hears, known: Version) -> GenerateReply:
+    def _kept(self, heard: Hears, known: Version, flight: _Flight) -> GenerateReply:
+        flight.stamped = heard.kept
         try:
             return heard.kept(known)
         except EngineError as error:

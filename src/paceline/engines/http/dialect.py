@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -77,8 +77,9 @@ class Dialect(Protocol):
         """What the metrics page says. Raises EngineError."""
         ...
 
-    async def load_weights(self, version: Version, path: str) -> None:
-        """Pause, load, label, check the label, resume. Raises EngineError."""
+    async def load_weights(self, version: Version, path: str, stop: Callable[[], Awaitable[None]]) -> None:
+        """Pause, load, label, check the label, resume. Raises EngineError; where a load was begun, after `stop`, which
+        ends the calls in flight before a server works again whose weights may be anything."""
         ...
 
     def stamp(self, held: Version) -> Version:
@@ -136,10 +137,10 @@ class VllmDialect:
     def read_load(self, page: bytes) -> EngineLoad:
         return read_load(page)
 
-    async def load_weights(self, version: Version, path: str) -> None:
+    async def load_weights(self, version: Version, path: str, stop: Callable[[], Awaitable[None]]) -> None:
         self._before = self._adapter
         if is_adapter(path):
             self._adapter = await self._adapters.load(version, path)
         else:
-            await self._loader.load(version, path)
+            await self._loader.load(version, path, stop)
             self._adapter = None

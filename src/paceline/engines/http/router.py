@@ -83,15 +83,23 @@ class RouterEngine:
             raise EngineError(
                 f"{self.info.id}: {path} holds a LoRA adapter; name the servers in engine.urls and leave out the router"
             )
-        # All at once: until the last of them has it, no new call is sent.
-        async with self._front.held_off():
-            done = await asyncio.gather(
-                *(server.update_weights(version, path) for server in self._servers), return_exceptions=True
-            )
-        for error in done:
-            if isinstance(error, BaseException):
-                raise error
-        self._front.holds(version)
+        front, doubt, is_trusted = self._front, self._front.doubt(version), False
+        try:
+            # All at once: until the last of them has it, no new call is sent.
+            async with front.held_off():
+                done = await asyncio.gather(
+                    *(server.update_weights(version, path, front.interrupt) for server in self._servers),
+                    return_exceptions=True,
+                )
+            for error in done:
+                if isinstance(error, BaseException):
+                    raise error
+            is_trusted = True
+        finally:
+            doubt.settle(is_trusted)
+            if not is_trusted:
+                await front.interrupt()
+        front.holds(version)
 
     async def close(self) -> None:
         for engine in (self._front, *self._servers):

@@ -82,6 +82,16 @@ async def resumed_after(
         marks.resumed(url)
 
 
+@asynccontextmanager
+async def stopped_unless_loaded(stop: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    """`stop` the calls in flight if what happens in the block fails."""
+    try:
+        yield
+    except BaseException:
+        await stop()
+        raise
+
+
 class WeightLoader:
     """Loads versions into one server; one load at a time is the caller's care."""
 
@@ -91,11 +101,11 @@ class WeightLoader:
         self._group: dict[str, Any] | None = None
         """Of a trainer that sends its weights: the group that the server has joined."""
 
-    async def load(self, version: Version, path: str) -> None:
+    async def load(self, version: Version, path: str, stop: Callable[[], Awaitable[None]]) -> None:
         """Returns once the server holds `version` and works again.
 
-        EngineError with the engine and the cause otherwise; then the server works again if it can be made to,
-        but what it holds is not to be trusted.
+        EngineError with the engine and the cause otherwise; then the server works again if it can be made to, but what
+        it holds is not to be trusted: `stop` has ended the calls it had in flight before.
         """
         link, clear = self._link, "false" if self._keep_kv else "true"
         async with resumed_after(self._resume, self._marks, link.url, version):
@@ -104,8 +114,9 @@ class WeightLoader:
             if paused.is_missing:
                 raise EngineError(f"{link.name}: cannot be paused, so cannot take new weights: {_DEV_MODE}")
             _succeeded(link, "/pause", paused)
-            await self._load(version, path)
-            expect_version(link, await read_version(link), version, path)
+            async with stopped_unless_loaded(stop):
+                await self._load(version, path)
+                expect_version(link, await read_version(link), version, path)
 
     async def _resume(self, went_well: bool) -> None:
         await self._link.demand("POST", "/resume", waits_again=went_well)
