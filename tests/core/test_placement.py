@@ -53,6 +53,22 @@ def test_a_prefill_is_never_reckoned_dearer_than_the_fastest_call_nor_cheaper_th
     assert placement.prefill_s("e0", "env", token_s=2e-3) == 2.0, "who knows better is believed"
 
 
+@given(
+    st.lists(st.tuples(st.sampled_from(["e0", "e1", "e2"]), st.floats(0.0, 10.0)), max_size=60),
+    st.floats(0.1, 30.0),
+    st.floats(0.0, 20.0),
+)
+def test_asking_of_all_engines_at_once_says_what_asking_one_by_one_does(
+    ends: list[tuple[str, float]], seconds: float, later: float
+) -> None:
+    placement, now = Placement(), 0.0
+    for engine, gap_s in ends:
+        now += gap_s
+        placement.freed(engine, now)
+        each = [placement.frees_within(engine, seconds, now + later) for engine in ("e0", "e1", "e2")]
+        assert placement.all_free_within(3, seconds, now + later) == all(each)
+
+
 def waits(placement: Placement, here: str, there: str, env: str, now: float) -> bool:
     prefill_s = placement.prefill_s(there, env)
     return prefill_s is not None and placement.frees_within(here, prefill_s, now)
@@ -151,7 +167,8 @@ def test_groups_with_long_prompts_stay_together_and_no_permit_stands_idle_for_it
     loop = _Seen(admission, 12_000)
     loop.run(120.0)
     assert loop.most == 28
-    monkeypatch.setattr(Placement, "frees_within", lambda *_: False)
+    for asked in ("frees_within", "all_free_within"):
+        monkeypatch.setattr(Placement, asked, lambda *_: False)
     at_once = _Seen(FixedCap(14), 12_000)
     at_once.run(120.0)
     assert loop.split() < 0.6 * at_once.split()

@@ -198,6 +198,7 @@ class Fleet:
 
     __slots__ = (
         "_admission",
+        "_all_usable",
         "_engines",
         "_free",
         "_refused",
@@ -217,6 +218,8 @@ class Fleet:
         self.stopped = ""
         """Why nothing may start, and no call begin, on any engine (`RunHeld`); empty when they may."""
         self._engines: dict[EngineId, EngineState] = {}
+        self._all_usable = False
+        """Whether no engine is out or not ready yet."""
         self._free = 0
         """Sum of the engines' room."""
         self._roomy: list[tuple[int, int, EngineState]] = []
@@ -302,11 +305,14 @@ class Fleet:
         if there is None or prefill_s is None:
             return next(iter(groups), None)  # there is no choice, or nothing to choose by
         engines, frees_within = self._engines, self.placement.frees_within
+        all_soon = self._all_usable and self.placement.all_free_within(len(engines), prefill_s, now)
         for group in groups:
             if group.engine is None:
                 return group
             here = engines.get(group.engine)
-            if here is None or here.room or not here.usable or not frees_within(here.id, prefill_s, now):
+            if here is None or here.room:
+                return group
+            if not all_soon and not (here.usable and frees_within(here.id, prefill_s, now)):
                 return group
         return None
 
@@ -411,6 +417,7 @@ class Fleet:
             )
 
     def _recount(self) -> None:
+        self._all_usable = all(engine.usable for engine in self._engines.values())
         self._free = 0
         self._roomy.clear()
         for engine in self._engines.values():

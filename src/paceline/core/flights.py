@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from paceline.core.accounting import StreamAccount
 from paceline.core.parts import Standing, UnderWay
 from paceline.domain.ids import EngineId, EnvName, GroupId, RolloutId, Version
@@ -12,91 +14,60 @@ from paceline.domain.task import TaskRef
 from paceline.errors import InvariantError
 
 
-class Flight:
+class Flight(msgspec.Struct, eq=False, gc=False):
     """One rollout in flight."""
 
-    __slots__ = (
-        "account",
-        "at_gate",
-        "calling",
-        "cancelled",
-        "cold",
-        "context",
-        "continues",
-        "engine",
-        "first",
-        "granted_at",
-        "held",
-        "id",
-        "known",
-        "kv_version",
-        "late",
-        "mark",
-        "marks",
-        "oldest",
-        "parked",
-        "requests",
-        "reserved",
-        "sampled",
-        "started",
-        "stood",
-        "task",
-        "turns",
-        "waits_since",
-        "wants",
-    )
+    id: RolloutId
+    task: TaskRef
+    engine: EngineId
+    started: float
+    account: StreamAccount
+    stood: Standing = msgspec.field(default_factory=Standing)
+    sampled: int = 0
+    """Tokens sampled so far, as the engine requests reported them."""
+    requests: int = 0
+    """Engine requests that sampled them, over all lives of the run."""
+    oldest: Version | None = None
+    """Oldest version behind its tokens, or of its first call while that runs; None before."""
+    calling: bool = False
+    """Whether an engine request of it is under way."""
+    cancelled: CancelCause | None = None
+    context: int = 0
+    """Tokens of its conversation, as far as is known: its place in the engine's working set."""
+    first: int = 0
+    """Context of its first turn."""
+    known: int = 0
+    """Context when its last call ended."""
+    turns: int = 0
+    """Turns begun; segments of one turn count once."""
+    wants: int = 0
+    """Tokens that the call it asked for may sample."""
+    continues: bool = False
+    """Whether its next call goes on with a turn that was cut, and is not a new one."""
+    at_gate: bool = False
+    """Whether it has asked for a call and waits for the grant."""
+    kv_version: Version | None = None
+    """Version of its last call, whose KV may be cached; None before. For a controller that learns."""
+    cold: bool = False
+    """Whether its call is the first under newer weights, and finds nothing of its context in the cache."""
+    marks: tuple[float, float, float, int] = (0.0, 0.0, 0.0, 0)
+    """A controller's: its engine's sums when the call began, and what it expected of the call."""
+    parked: bool = False
+    """Whether it was taken off its engine: it waits at the gate until there is room."""
+    held: bool = False
+    """Whether the scheduling policy keeps it parked, until it releases it."""
+    late: bool = False
+    """Whether the scheduling policy has put it off beyond a cut-off: it goes on, and is not cut off again."""
+    mark: int = 0
+    """The scheduling policy's: what it had sampled when its round began."""
+    reserved: int = 0
+    """The scheduling policy's: KV tokens that it counts on for it."""
+    granted_at: float = 0.0
+    waits_since: float = 0.0
+    """When it began to do something else than call an engine: its start, or its last call's end."""
 
-    def __init__(
-        self, rollout: RolloutId, task: TaskRef, engine: EngineId, started: float, account: StreamAccount
-    ) -> None:
-        self.id = rollout
-        self.task = task
-        self.engine = engine
-        self.started = started
-        self.stood = Standing()
-        self.account = account
-        self.sampled = 0
-        """Tokens sampled so far, as the engine requests reported them."""
-        self.requests = 0
-        """Engine requests that sampled them, over all lives of the run."""
-        self.oldest: Version | None = None
-        """Oldest version behind its tokens, or of its first call while that runs; None before."""
-        self.calling = False
-        """Whether an engine request of it is under way."""
-        self.cancelled: CancelCause | None = None
-        self.context = 0
-        """Tokens of its conversation, as far as is known: its place in the engine's working set."""
-        self.first = 0
-        """Context of its first turn."""
-        self.known = 0
-        """Context when its last call ended."""
-        self.turns = 0
-        """Turns begun; segments of one turn count once."""
-        self.wants = 0
-        """Tokens that the call it asked for may sample."""
-        self.continues = False
-        """Whether its next call goes on with a turn that was cut, and is not a new one."""
-        self.at_gate = False
-        """Whether it has asked for a call and waits for the grant."""
-        self.kv_version: Version | None = None
-        """Version of its last call, whose KV may be cached; None before. For a controller that learns."""
-        self.cold = False
-        """Whether its call is the first under newer weights, and finds nothing of its context in the cache."""
-        self.marks: tuple[float, float, float, int] = (0.0, 0.0, 0.0, 0)
-        """A controller's: its engine's sums when the call began, and what it expected of the call."""
-        self.parked = False
-        """Whether it was taken off its engine: it waits at the gate until there is room."""
-        self.held = False
-        """Whether the scheduling policy keeps it parked, until it releases it."""
-        self.late = False
-        """Whether the scheduling policy has put it off beyond a cut-off: it goes on, and is not cut off again."""
-        self.mark = 0
-        """The scheduling policy's: what it had sampled when its round began."""
-        self.reserved = 0
-        """The scheduling policy's: KV tokens that it counts on for it."""
-        self.granted_at = 0.0
-        self.waits_since = started
-        """When it began to do something else than call an engine: its start, or its last call's end."""
+    def __post_init__(self) -> None:
+        self.waits_since = self.started
 
     def age(self, now: float) -> float:
         """Seconds that it has run, without those that it waited to go on after a restart."""

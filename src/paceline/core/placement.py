@@ -15,6 +15,7 @@ permits that are free take other groups, so nothing stands idle for it as long a
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from math import inf
 from typing import Final
 
@@ -44,10 +45,15 @@ class _Engine:
 class Placement:
     """Learns the two costs from what happens; pure, and at a constant cost for each event."""
 
-    __slots__ = ("_engines", "_prompts")
+    __slots__ = ("_engines", "_prompts", "_slowest", "_sure")
 
     def __init__(self) -> None:
-        self._engines: dict[EngineId, _Engine] = {}
+        self._engines: OrderedDict[EngineId, _Engine] = OrderedDict()
+        """The one first that has freed no permit for longest."""
+        self._sure = 0
+        """Engines on which enough has ended to believe the gap between endings."""
+        self._slowest: _Engine | None = None
+        """The one of them with the longest gap."""
         self._prompts: dict[EnvName, float] = {}
         """Tokens of a first prompt, on the mean."""
 
@@ -74,6 +80,16 @@ class Placement:
         state.freed += 1
         state.freed_at = now
         state.gap_s = gap if state.freed == 1 else KEEP * state.gap_s + (1.0 - KEEP) * gap
+        self._engines.move_to_end(engine)
+        if state.freed < ENOUGH:
+            return
+        self._sure += state.freed == ENOUGH
+        slowest = self._slowest
+        if slowest is state:
+            sure = [each for each in self._engines.values() if each.freed >= ENOUGH]
+            self._slowest = max(sure, key=lambda each: each.gap_s)
+        elif slowest is None or state.gap_s > slowest.gap_s:
+            self._slowest = state
 
     # ── what it answers ──
 
@@ -93,6 +109,14 @@ class Placement:
         if state is None or state.freed < ENOUGH:
             return False
         return state.gap_s < seconds and now - state.freed_at < seconds
+
+    def all_free_within(self, engines: int, seconds: float, now: float) -> bool:
+        """Whether `frees_within` holds for each of so many engines, which are all that there are; at a constant cost. With
+        many engines nearly every start is one that this answers."""
+        slowest = self._slowest
+        if slowest is None or self._sure < engines:
+            return False
+        return slowest.gap_s < seconds and now - next(iter(self._engines.values())).freed_at < seconds
 
     def _of(self, engine: EngineId, now: float) -> _Engine:
         state = self._engines.get(engine)

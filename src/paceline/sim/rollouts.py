@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from paceline.domain.commands import StartRollout
 from paceline.domain.ids import EngineId, Version
 from paceline.domain.rollout import CancelCause, Finish, Outcome, Rollout, Turn, VersionRuns
@@ -10,69 +12,42 @@ from paceline.sim.plan import RolloutPlan
 from paceline.sim.records import blank_ids, blank_logprobs
 
 
-class SimRollout:
+class SimRollout(msgspec.Struct, eq=False, gc=False):
     """Carries out a plan turn by turn; knows nothing of time but what it is told."""
 
-    __slots__ = (
-        "asked",
-        "call",
-        "cancelled",
-        "command",
-        "context",
-        "engine",
-        "failure",
-        "failure_at",
-        "gate_s",
-        "is_over",
-        "left",
-        "model_s",
-        "parked",
-        "plan",
-        "position",
-        "prompt",
-        "queued_s",
-        "segments",
-        "sent",
-        "started",
-        "turn_cached",
-        "turn_started",
-        "turns",
-        "versions",
-    )
+    command: StartRollout
+    plan: RolloutPlan
+    started: float
+    context: int = 0
+    """Tokens of its conversation."""
+    prompt: int = 0
+    """Tokens that are new in the prompt of the turn under way."""
+    position: int = 0
+    """Turns that are over."""
+    left: int = 0
+    """Tokens that the turn under way has still to sample."""
+    turns: list[Turn] = []
+    versions: VersionRuns = ()
+    """Of what the turn under way has sampled."""
+    segments: int = 0
+    turn_started: float = 0.0
+    turn_cached: int = 0
+    queued_s: float = 0.0
+    asked: float = 0.0
+    sent: float = 0.0
+    engine: EngineId = ""
+    call: Call | None = None
+    """The engine request under way."""
+    cancelled: CancelCause | None = None
+    is_over: bool = False
+    model_s: float = 0.0
+    gate_s: float = 0.0
+    failure: Outcome | None = None
+    """How a fault will end it, at turn `failure_at`."""
+    failure_at: int = 0
 
-    def __init__(self, command: StartRollout, plan: RolloutPlan, now: float) -> None:
-        self.command = command
-        self.plan = plan
-        self.started = now
-        self.position = 0
-        """Turns that are over."""
-        self.context = plan.scaffold + plan.prompt
-        """Tokens of its conversation."""
-        self.prompt = self.context
-        """Tokens that are new in the prompt of the turn under way."""
-        self.left = 0
-        """Tokens that the turn under way has still to sample."""
-        self.turns: list[Turn] = []
-        self.versions: VersionRuns = ()
-        """Of what the turn under way has sampled."""
-        self.segments = 0
-        self.turn_started = 0.0
-        self.turn_cached = 0
-        self.queued_s = 0.0
-        self.asked = 0.0
-        self.sent = 0.0
-        self.engine: EngineId = ""
-        self.call: Call | None = None
-        """The engine request under way."""
-        self.cancelled: CancelCause | None = None
-        self.parked = False
-        """Whether it was parked between a grant and now."""
-        self.is_over = False
-        self.model_s = 0.0
-        self.gate_s = 0.0
-        self.failure: Outcome | None = None
-        """How a fault will end it, at turn `failure_at`."""
-        self.failure_at = 0
+    def __post_init__(self) -> None:
+        self.context = self.prompt = self.plan.scaffold + self.plan.prompt
 
     def begin_turn(self) -> None:
         """The next turn's observation is in."""

@@ -27,6 +27,7 @@ from paceline.domain.events import Event
 from paceline.domain.ids import EngineId, EnvName, RolloutId
 from paceline.domain.load import EngineInfo
 from paceline.domain.rollout import Finish, Outcome
+from paceline.sim.collecting import rare_collections
 from paceline.sim.engine.calls import Call
 from paceline.sim.engine.endpoint import Endpoint
 from paceline.sim.plan import Workload
@@ -125,6 +126,10 @@ class Simulation:
     def run(self, *, until: float = inf, steps: int | None = None, events: int | None = None) -> None:
         """Go on until virtual time reaches `until`, the trainer has taken `steps` steps, the core has handled `events`
         events, the run has finished, or nothing is left to come."""
+        with rare_collections():
+            self._run(until, steps, events)
+
+    def _run(self, until: float, steps: int | None, events: int | None) -> None:
         heap, soon = self._heap, self._soon
         most_steps = steps if steps is not None else 1 << 62
         most_events = events if events is not None else 1 << 62
