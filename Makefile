@@ -30,8 +30,13 @@ setup: $(VENV)/.ready  ## make the virtual environment
 demo: setup  ## train the small policy on this machine's CPU, and watch the reward rise
 	$(BIN)/paceline run examples/reverse-text/run.toml $(ARGS)
 
-demo-tools: setup  ## the same with a tool: the policy asks a database, in a worker process
+demo-tools: setup  ## the same with a tool: the policy asks a database, in a worker process; ENGINE=vllm: on a real vLLM
+ifeq ($(ENGINE),vllm)
+	@$(MAKE) --no-print-directory vllm-env
+	@tools/vllm_run.sh $(VENV) examples/store-search/vllm.toml $(ARGS)
+else
 	$(BIN)/paceline run examples/store-search/run.toml $(ARGS)
+endif
 
 test: setup  ## all tests
 	$(BIN)/pytest -n $(JOBS) --dist worksteal $(ARGS)

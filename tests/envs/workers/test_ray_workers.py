@@ -16,6 +16,7 @@ from worker_envs import Program
 from worker_kit import HERE, TOKENIZER, Engine, Inside, inside
 
 from paceline.config import GatewaySection, Limits
+from paceline.domain.ids import RolloutId
 from paceline.runtime.gateway import Gateway
 
 ray = pytest.importorskip("ray", reason="needs the ray extra: pip install 'paceline[ray]'")
@@ -75,6 +76,31 @@ async def test_s78_a_killed_actor_costs_its_rollouts_a_retry_and_is_replaced(
         assert {r.outcome.cause for r in ended} == {"infrastructure"}
         await run.when(lambda: len(run.pool.workers) == 1)
         assert run.pool.deaths == 1
+
+
+async def test_a_host_that_is_lost_costs_its_rollouts_a_retry_and_its_actors_start_where_there_is_room_again(
+    cluster: Any, tmp_path: Path
+) -> None:
+    async with inside(tmp_path, "Told", {"does": "wait", "seconds": 600}, count=4, **RAY) as run:
+        pending = [asyncio.create_task(run.roll_out(m)) for m in range(4)]
+        await run.when(lambda: len(run.engine.requests) == 4)
+        lost = cluster.hosts.pop()
+        await asyncio.to_thread(cluster.remove_node, lost)
+        await run.when(lambda: sum(task.done() for task in pending) == 2, within_s=120)
+        assert {task.result().outcome.cause for task in pending if task.done()} == {"infrastructure"}
+        assert len(run.pool.workers) == 2
+        cluster.hosts.append(
+            cluster.add_node(num_cpus=4, resources={"sandbox": 2})
+        )  # in the main thread only
+        await run.when(lambda: len(run.pool.workers) == 4, within_s=120)
+        # Those on the host that was left have noticed nothing.
+        assert sum(task.done() for task in pending) == 2
+        for m in range(4):
+            run.runner.cancel(RolloutId(0, m), "shutdown")
+        assert (
+            sorted(r.outcome.ending for r in await asyncio.gather(*pending))
+            == ["cancelled"] * 2 + ["failed"] * 2
+        )
 
 
 async def test_a_deadline_reaches_into_an_actor(cluster: Any, tmp_path: Path) -> None:
