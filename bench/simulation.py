@@ -19,7 +19,7 @@ from paceline.core.processing import GroupRules
 from paceline.core.scheduler import Core
 from paceline.core.setup import CoreSetup
 from paceline.sim.engine import GPUS, MODELS, Call, EngineModel, Speed, speed_of
-from paceline.sim.engine.model import drive
+from paceline.sim.engine.endpoint import drive
 from paceline.sim.simulation import Simulation
 from paceline.sim.workloads import PRESETS, workload_of
 from paceline.sim.world import TrainerModel

@@ -1,30 +1,123 @@
-"""A journal tells what the engine behind it costs."""
+"""A journal tells what the engine behind it costs, and what surrounded it."""
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+
+import msgspec
 import pytest
 from sim_kit import Kept, simulation
 
+from paceline.cli.main import main
 from paceline.core.admission import FixedCap
 from paceline.errors import ConfigError
-from paceline.sim.calibrate import calibrate
+from paceline.journal import FileJournal
+from paceline.sim.calibrate import Calibration, calibrate
 from paceline.sim.engine import Speed
+from paceline.sim.recorded_world import recorded_world
+from paceline.sim.requests import Record
+from paceline.sim.world import TrainerModel, WeightsModel
+
+TRUTH = Speed(kv_tokens=400_000, max_model_len=40_000, kv_s=3e-7)
+
+
+def recorded(
+    preset: str = "search", *, speed: Speed = TRUTH, cap: int = 24, load_s: float = 2.0, steps: int = 3
+) -> list[Record]:
+    kept = Kept()
+    simulation(
+        preset,
+        engines=1,
+        speed=speed,
+        admission=FixedCap(cap),
+        trainer=TrainerModel(step_s=5.0, tokens_per_s=20_000.0, ship_s=1.5, publish_s=0.5),
+        weights=WeightsModel(load_s=load_s),
+        batch=64,
+        max_steps=steps,
+        folds=[kept],
+    ).run()
+    return list(kept.entries)
+
+
+def step_s(found: Calibration, batch: int, context: int) -> float:
+    return found.fixed_s + batch * found.seq_s + batch * context * found.context_s
 
 
 def test_a_simulated_run_gives_its_engines_constants_back() -> None:
-    speed = Speed(kv_tokens=400_000, max_model_len=40_000, kv_s=3e-7)
-    kept = Kept()
-    simulation(
-        "search", engines=1, speed=speed, admission=FixedCap(24), batch=64, max_steps=3, folds=[kept]
-    ).run()
-    found = calibrate(kept.entries)
+    found = calibrate(recorded())
     assert found.requests > 500
     assert found.error < 0.2
     assert abs(found.total_error) < 0.05
-    step = found.fixed_s + 12 * found.seq_s + 12 * 5000 * found.token_s
-    assert step == pytest.approx(speed.decode_s(12) + 12 * 5000 * speed.kv_s, rel=0.25)
+    assert not found.pads
+    truth = TRUTH.decode_s(12) + 12 * 5000 * TRUTH.kv_s
+    assert step_s(found, 12, 5000) == pytest.approx(truth, rel=0.15)
+
+
+def test_an_engine_that_pads_is_told_from_one_that_does_not() -> None:
+    found = calibrate(recorded(speed=msgspec.structs.replace(TRUTH, pads=True)))
+    assert found.pads
+    assert found.error < 0.2
+    assert abs(found.total_error) < 0.05
+    assert step_s(found, 12, 5000) == pytest.approx(TRUTH.decode_s(12) + 12 * 5000 * TRUTH.kv_s, rel=0.15)
+    assert found.speed(kv_tokens=1, max_model_len=1).pads
+
+
+def test_time_in_which_an_engine_loads_weights_is_none_of_its_requests() -> None:
+    quick, slow = calibrate(recorded(load_s=0.0)), calibrate(recorded(load_s=60.0))
+    assert slow.error < 0.2
+    assert step_s(slow, 12, 5000) == pytest.approx(step_s(quick, 12, 5000), rel=0.1)
+
+
+def test_what_a_request_costs_beside_its_tokens_is_told_from_them() -> None:
+    """Short answers pay for it again and again, long ones hardly: without it, one would be mistaken about the other."""
+    speed = msgspec.structs.replace(TRUTH, request_s=0.02)
+    found = calibrate([*recorded("math-tool", speed=speed), *recorded("search", speed=speed, cap=6)])
+    assert found.request_s == pytest.approx(0.02, rel=0.5)
+    assert abs(found.total_error) < 0.05
+
+
+def test_a_second_run_begins_anew() -> None:
+    """Requests that the end of a run cut off are none of the next one's, whose rollouts have the same names."""
+    whole = recorded()
+    cut = whole[: len(whole) // 2]
+    found = calibrate([*cut, *whole])
+    assert found.requests == calibrate(cut).requests + calibrate(whole).requests
+    assert found.error < 0.2
+
+
+def test_the_trainer_and_the_weights_of_a_run_are_told() -> None:
+    found = recorded_world(recorded(steps=8, load_s=3.0))
+    tokens = 100_000
+    assert found.trainer.step_s + tokens / (found.trainer.tokens_per_s or 1.0) == pytest.approx(10.0, rel=0.1)
+    assert found.trainer.ship_s == pytest.approx(1.5)
+    assert found.trainer.publish_s == pytest.approx(0.5)
+    assert found.weights.load_s == pytest.approx(3.0, rel=0.1)
 
 
 def test_a_journal_with_too_little_in_it_is_refused() -> None:
     with pytest.raises(ConfigError, match="holds 0 whole engine requests"):
         calibrate([])
+    with pytest.raises(ConfigError, match="holds 1 trained steps"):
+        recorded_world(recorded(steps=1))
+
+
+def test_the_command_line_prints_the_engine_and_the_rest_of_a_study(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def write(run: Path, records: list[Record]) -> None:
+        journal = FileJournal(run, "run")
+        for record in records:
+            journal.append(*record)
+        await journal.close()
+
+    asyncio.run(write(tmp_path / "long", recorded(steps=6)))
+    asyncio.run(write(tmp_path / "short", recorded(steps=1)))
+    assert main(["calibrate", str(tmp_path / "long"), str(tmp_path / "short")]) == 0
+    said = capsys.readouterr().out
+    assert "a sequence in it" in said
+    assert "tokens_per_s = " in said
+    assert main(["calibrate", str(tmp_path / "short")]) == 0
+    assert "to tell what one costs takes 4" in capsys.readouterr().out
+    assert main(["calibrate", str(tmp_path / "nowhere")]) != 0
+    assert "no run at" in capsys.readouterr().err

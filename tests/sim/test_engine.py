@@ -11,19 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.sim.engine import GPUS, MODELS, Call, EngineModel, Speed, speed_of
-from paceline.sim.engine.model import drive
+from paceline.sim.engine.endpoint import drive
 
 PLAIN = Speed(kv_tokens=16_000, max_num_seqs=64, max_batched_tokens=512)
 
 
-def by_steps(speed: Speed, lengths: list[int], prompt: int) -> list[float]:
+def by_steps(speed: Speed, lengths: list[int], prompts: list[int]) -> list[float]:
     """When each ends, one step after the other, for requests that all fit and come at once."""
     now, ends = 0.0, [0.0] * len(lengths)
     waiting, running, missing = list(range(len(lengths))), {}, {}
     first = True
     while waiting or running or missing:
         budget = speed.max_batched_tokens - len(running)
-        chunks = []
+        chunks, entered = [], 0
         for key in list(missing):
             take = min(missing[key], budget)
             if take:
@@ -31,20 +31,23 @@ def by_steps(speed: Speed, lengths: list[int], prompt: int) -> list[float]:
                 budget -= take
         while waiting and budget > 0:
             key = waiting.pop(0)
-            take = min(prompt, budget)
-            missing[key] = prompt
+            entered += 1
+            take = min(prompts[key], budget)
+            missing[key] = prompts[key]
             chunks.append((key, take))
             budget -= take
             if first:  # the first comes to an idle engine, and its step is under way when the others come
                 first = False
                 break
-        context = sum(prompt + sampled for sampled in running.values())
+        contexts = [prompts[key] + sampled for key, sampled in running.items()]
+        context = len(contexts) * max(contexts, default=0) if speed.pads else sum(contexts)
         tokens = sum(take for _, take in chunks)
         batch = len(running)
         if chunks:
-            attention = sum(take * (prompt - missing[key] + take / 2) for key, take in chunks)
+            attention = sum(take * (prompts[key] - missing[key] + take / 2) for key, take in chunks)
             now += speed.gemm_s(batch + len(chunks), batch + tokens) + speed.overhead_s
             now += (batch + len(chunks)) * speed.seq_s + attention * speed.attention_s
+            now += entered * speed.request_s
         else:
             now += speed.decode_s(batch)
         now += speed.kv_s * (context + batch)
@@ -64,18 +67,22 @@ def by_steps(speed: Speed, lengths: list[int], prompt: int) -> list[float]:
     return ends
 
 
-@given(st.lists(st.integers(1, 200), min_size=1, max_size=12), st.integers(1, 900))
+@given(st.lists(st.tuples(st.integers(1, 200), st.integers(1, 900)), min_size=1, max_size=12), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_the_closed_form_ends_every_request_when_step_by_step_would(lengths: list[int], prompt: int) -> None:
-    engine, ends = EngineModel(PLAIN), {}
-    for number, length in enumerate(lengths):
+def test_the_closed_form_ends_every_request_when_step_by_step_would(
+    calls: list[tuple[int, int]], pads: bool
+) -> None:
+    speed = msgspec.structs.replace(PLAIN, pads=pads, request_s=2e-3)
+    engine, ends = EngineModel(speed), {}
+    lengths, prompts = [length for length, _ in calls], [prompt for _, prompt in calls]
+    for number, (length, prompt) in enumerate(calls):
         engine.submit(Call(number, prompt, length), 0.0)
     while engine.next_at < inf:
         at = engine.next_at
         for call in engine.run(at):
             ends[call.key] = at
             assert call.sampled == lengths[call.key]
-    expected = by_steps(PLAIN, lengths, prompt)
+    expected = by_steps(speed, lengths, prompts)
     assert [ends[n] for n in range(len(lengths))] == pytest.approx(expected, rel=1e-9)
 
 

@@ -15,7 +15,7 @@ from sim_kit import Kept, simulation, small_setup
 from paceline.core.scheduling import Divided
 from paceline.domain import events as on
 from paceline.sim.engine import GPUS, MODELS, Accepted, Call, EngineModel, Speculation, Speed, speed_of
-from paceline.sim.engine.model import drive
+from paceline.sim.engine.endpoint import drive
 from paceline.sim.engine.speculation import UNIT, Drafter, likelihood, pass_tokens
 from paceline.testing.simulated import Checked
 

@@ -1,32 +1,71 @@
-"""`paceline calibrate`: the constants of the engine model, fitted to a recorded run.
+"""`paceline calibrate`: the constants of the engine model, fitted to recorded runs, and what surrounded the engines.
 
-paceline calibrate RUN
+paceline calibrate RUN [RUN ...]
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from paceline.errors import ConfigError
 from paceline.journal import read_journal
-from paceline.sim.calibrate import calibrate
+from paceline.sim.calibrate import Calibration, calibrate
+from paceline.sim.recorded_world import RecordedWorld, recorded_world
+from paceline.sim.requests import Record
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="directory of a finished or live run")
+    parser.add_argument(
+        "runs",
+        metavar="RUN",
+        nargs="+",
+        help="directory of a finished or live run; several, with the same engines under other loads, tell more than one",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    if not Path(args.run).is_dir():
-        raise ConfigError(f"no run at {args.run!r}: give the directory of a run")
-    found = calibrate((r.at, r.event, r.commands) for r in read_journal(Path(args.run)))
+    runs = [Path(each) for each in args.runs]
+    for each in runs:
+        if not each.is_dir():
+            raise ConfigError(f"no run at {str(each)!r}: give the directory of a run")
+    _show_engines(calibrate(_records(runs)))
+    try:
+        world = recorded_world(_records(runs[:1]))
+    except ConfigError as error:
+        print(f"\nthe trainer: {error}")
+    else:
+        _show_world(world)
+    return 0
+
+
+def _records(runs: Sequence[Path]) -> Iterator[Record]:
+    for each in runs:
+        for record in read_journal(each):
+            yield record.at, record.event, record.commands
+
+
+def _show_engines(found: Calibration) -> None:
     print(f"a step               {1e3 * found.fixed_s:>10.3f} ms")
     print(f"  a sequence in it   {1e6 * found.seq_s:>10.3f} us")
-    print(f"  a token of context {1e9 * found.token_s:>10.3f} ns")
-    print(f"a prompt token       {1e6 * found.prefill_s:>10.3f} us   if it is not cached")
+    padded = "   as many for each sequence as the longest has" if found.pads else ""
+    print(f"  a token of context {1e9 * found.context_s:>10.3f} ns{padded}")
+    print(f"a prompt token       {1e6 * found.token_s:>10.3f} us   if it is not cached")
+    print(f"  a token before it  {1e9 * found.attention_s:>10.3f} ns")
+    print(f"a request            {1e3 * found.request_s:>10.3f} ms   to take it in and answer it")
     print(
         f"error                {found.error:>10.1%}      of a request's seconds, {found.total_error:+.1%} of all, on the "
         f"half of {found.requests} requests that it was not fitted to"
     )
-    return 0
+
+
+def _show_world(found: RecordedWorld) -> None:
+    """As a study has it."""
+    trainer, weights = found.trainer, found.weights
+    print("\nthe rest, for a study:\n\n[trainer]")
+    print(f"step_s = {trainer.step_s:.4g}")
+    if trainer.tokens_per_s is not None:
+        print(f"tokens_per_s = {trainer.tokens_per_s:.4g}")
+    print(f"ship_s = {trainer.ship_s:.4g}\npublish_s = {trainer.publish_s:.4g}")
+    print(f'\n[weights]\nmode = "{weights.mode}"\nload_s = {weights.load_s:.4g}')

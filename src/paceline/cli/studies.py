@@ -12,9 +12,9 @@ from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.journal import read_journal
-from paceline.sim.calibrate import Record
 from paceline.sim.cells import Cell, run_cell
 from paceline.sim.page import page
+from paceline.sim.requests import Record
 from paceline.sim.study import StudyConfig, load_study
 
 Progress = Callable[[int, int], None]

@@ -1,36 +1,41 @@
-"""Fits an engine's step to a recorded run: what a step costs by itself, by sequence, by token of context, and a prompt token.
+"""Fits an engine's step to recorded runs: what it costs by itself, by sequence, by token computed, by token of context, and
+what a request costs on top.
 
-    seconds of a request = sampled · (fixed + sequence · B + token · K) + prefill · (prompt tokens that were not cached)
+    seconds of a request = steps · fixed + sequences · sequence + context · read
+                           + prefilled · (token + context before it · attention) + came · request
 
-B and K are the requests of its engine and the tokens of their contexts, on the mean over the request's time. Fitted to half
-of the requests, by least squares of the relative error with no constant below nought; the error is that of the others.
-With what the engines said of themselves that makes a modelled engine (`recorded_engines`), on which other workloads and
-policies can be tried before they are run.
+summed over the steps that it was there for (`sim/requests.py`). Where every sequence of a step costs as much as the longest,
+`context` is that (`Speed.pads`): both are fitted, and the one that tells more is taken. By least squares of the relative error
+with no constant below nought, to half of the requests; the error is that of the others. With what the engines said of
+themselves that makes a modelled engine (`recorded_engines`), on which other workloads and policies can be tried before they are
+run.
+
+Loads that differ tell more than one: where the same number of requests always runs, what a step costs by itself cannot be told
+from what a sequence does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.domain import commands as do
 from paceline.domain import events as on
-from paceline.domain.commands import Command
-from paceline.domain.events import Event
-from paceline.domain.ids import EngineId, RolloutId
+from paceline.domain.ids import EngineId
 from paceline.domain.load import EngineInfo
 from paceline.errors import ConfigError
 from paceline.sim.engine.speed import Speed
-
-Record: TypeAlias = tuple[float, Event, Sequence[Command]]
-"""When, what happened, and what was decided: as journals have it."""
+from paceline.sim.fit import non_negative
+from paceline.sim.requests import Record, Request, requests_of
 
 LEAST = 40
 """Requests below which nothing can be fitted."""
+_SPARE = (4, 5)
+"""Columns of `_rows` that are left out where the others tell as much: attention, then requests."""
+_NO_WORSE = 1.02
+"""By how much they may be off more without."""
 
 
 class Calibration(msgspec.Struct, frozen=True):
@@ -38,10 +43,17 @@ class Calibration(msgspec.Struct, frozen=True):
 
     fixed_s: float
     seq_s: float
-    token_s: float
+    """A sequence in a step, with the token of it that is computed."""
+    context_s: float
     """A token of context, in a step."""
-    prefill_s: float
-    """A prompt token that was not cached."""
+    pads: bool
+    """Whether each sequence has as many of them as the longest of its step."""
+    token_s: float
+    """A prompt token, if it is not cached."""
+    attention_s: float
+    """The same, for each token of context before it."""
+    request_s: float
+    """Taking a request in and answering it, while nothing is computed."""
     requests: int
     error: float
     """Mean relative error of a held-out request's seconds."""
@@ -58,12 +70,14 @@ class Calibration(msgspec.Struct, frozen=True):
             max_num_seqs=max_num_seqs,
             max_batched_tokens=max_batched_tokens,
             weights_s=0.0,
-            token_s=self.prefill_s,
-            kv_s=self.token_s,
-            attention_s=0.0,
+            token_s=self.token_s,
+            kv_s=self.context_s,
+            pads=self.pads,
+            attention_s=self.attention_s,
             overhead_s=self.fixed_s,
             # A sampled token is computed like one of a prompt, and that is in what a sequence was found to cost.
-            seq_s=max(0.0, self.seq_s - self.prefill_s),
+            seq_s=self.seq_s - self.token_s,
+            request_s=self.request_s,
         )
 
 
@@ -90,95 +104,67 @@ def recorded_engines(records: Iterable[Record]) -> RecordedEngines:
     return RecordedEngines(found, len(infos), first.kv_tokens, first.max_model_len)
 
 
-class _Open(msgspec.Struct):
-    granted: float
-    context: int
-    batch_before: float
-    tokens_before: float
-
-
-class _Integrals(msgspec.Struct):
-    """Requests and tokens of one engine, integrated over time."""
-
-    at: float = 0.0
-    running: int = 0
-    context: int = 0
-    batch: float = 0.0
-    tokens: float = 0.0
-
-    def to(self, now: float) -> None:
-        self.batch += self.running * (now - self.at)
-        self.tokens += self.context * (now - self.at)
-        self.at = now
-
-
 def calibrate(records: Iterable[Record]) -> Calibration:
-    """Of all engines of a run together. ConfigError when the journal holds too few requests."""
-    rows, seconds = _requests(records)
-    if len(rows) < LEAST:
+    """Of all engines together, of one run or of several, one after the other. ConfigError when they hold too few
+    requests."""
+    requests = requests_of(records)
+    if len(requests) < LEAST:
         raise ConfigError(
-            f"the journal holds {len(rows)} whole engine requests, and a fit takes {LEAST}: let the run go on"
+            f"the journal holds {len(requests)} whole engine requests, and a fit takes {LEAST}: let the run go on"
         )
-    design, took = np.array(rows), np.array(seconds)
+    return min((_fitted(requests, pads) for pads in (False, True)), key=lambda found: found.error)
+
+
+def _fitted(requests: Sequence[Request], pads: bool) -> Calibration:
+    design, took = _rows(requests, pads), np.array([request.seconds for request in requests])
     even = np.arange(len(took)) % 2 == 0
-    found = _non_negative(design[even] / took[even, None], np.ones(int(even.sum())))
+    found = _constants(design[even], took[even])
     told, real = design[~even] @ found, took[~even]
-    fixed_s, seq_s, token_s, prefill_s = map(float, found)
+    fixed_s, above_s, context_s, token_s, attention_s, request_s = map(float, found)
     return Calibration(
         fixed_s,
-        seq_s,
+        above_s + token_s,
+        context_s,
+        pads,
         token_s,
-        prefill_s,
+        attention_s,
+        request_s,
         requests=len(took),
         error=float(np.mean(np.abs(told / real - 1))),
         total_error=float(told.sum() / real.sum() - 1),
     )
 
 
-def _requests(
-    records: Iterable[Record],
-) -> tuple[list[list[float]], list[float]]:
-    engines: dict[EngineId, _Integrals] = {}
-    asked: dict[RolloutId, int] = {}
-    calls: dict[RolloutId, _Open] = {}
-    rows: list[list[float]] = []
-    seconds: list[float] = []
-    for at, event, commands in records:
-        if isinstance(event, on.TurnRequested):
-            asked[event.rollout] = event.context_tokens
-        elif isinstance(event, on.SegmentEnded) and event.rollout in calls:
-            call, engine = calls.pop(event.rollout), engines[event.engine]
-            engine.to(at)
-            engine.running -= 1
-            engine.context -= call.context
-            sampled, took = sum(n for _, n in event.versions), at - call.granted
-            if event.error is None and sampled and took > 0:
-                batch = (engine.batch - call.batch_before) / took
-                # Contexts grow by what is sampled; half of it on the mean.
-                tokens = (engine.tokens - call.tokens_before) / took + batch * sampled / 2
-                missed = max(0, call.context - event.cached_tokens)
-                rows.append([sampled, sampled * batch, sampled * tokens, missed])
-                seconds.append(took)
-        for command in commands:
-            if isinstance(command, do.GrantTurn):
-                engine = engines.setdefault(command.engine, _Integrals(at))
-                engine.to(at)
-                context = asked.get(command.rollout, 0)
-                calls[command.rollout] = _Open(at, context, engine.batch, engine.tokens)
-                engine.running += 1
-                engine.context += context
-    return rows, seconds
+def _constants(design: NDArray[np.float64], took: NDArray[np.float64]) -> NDArray[np.float64]:
+    """What is spare only where it is needed. Where all prompts are alike, attention, tokens and requests cannot be told from
+    each other, and a cost of attention found there would be far too much for longer prompts."""
+    found = non_negative(design, took)
+    for spare in _SPARE:
+        less = design.copy()
+        less[:, spare] = 0.0
+        without = non_negative(less, took)
+        if _spread(less @ without, took) <= _NO_WORSE * _spread(design @ found, took):
+            design, found = less, without
+    return found
 
 
-def _non_negative(design: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Least squares without a negative constant: what would be negative is left out, the worst first."""
-    scale = np.maximum(np.abs(design).max(axis=0), 1e-300)
-    used = list(range(design.shape[1]))
-    while used:
-        part, *_ = np.linalg.lstsq(design[:, used] / scale[used], wanted, rcond=None)
-        if part.min() >= 0:
-            found = np.zeros(design.shape[1])
-            found[used] = part / scale[used]
-            return found
-        del used[int(part.argmin())]
-    return np.zeros(design.shape[1])
+def _spread(told: NDArray[np.float64], took: NDArray[np.float64]) -> float:
+    return float(np.sqrt(np.mean((told / took - 1) ** 2)))
+
+
+def _rows(requests: Sequence[Request], pads: bool) -> NDArray[np.float64]:
+    """float64[N, 6]: what each request met, by what one of it costs. Each sequence of a step has a token computed, so its
+    cost is counted above that."""
+    return np.array(
+        [
+            (
+                r.steps,
+                r.sequences,
+                r.padded if pads else r.context,
+                r.sequences + r.prefilled,
+                r.attended,
+                r.came,
+            )
+            for r in requests
+        ]
+    )

@@ -20,10 +20,11 @@ from paceline.domain.commands import StartRollout
 from paceline.domain.ids import EngineId, EnvName
 from paceline.errors import ConfigError
 from paceline.sim.bound import lower_bound
-from paceline.sim.calibrate import Record, RecordedEngines, recorded_engines
+from paceline.sim.calibrate import RecordedEngines, recorded_engines
 from paceline.sim.engine import Endpoint, EngineModel, SplitEngine
 from paceline.sim.metrics import Measure, confidence, counted_steps, length_bias, ramp_s, summarize
 from paceline.sim.plan import RolloutPlan, Workload
+from paceline.sim.requests import Record
 from paceline.sim.simulation import Fold, Simulation
 from paceline.sim.study import PolicySection, StudyConfig, WorkloadSection
 from paceline.sim.workloads import Recorded, workload_of

@@ -1,8 +1,9 @@
-"""What a simulation asks of whatever the core takes for one engine."""
+"""What a simulation asks of whatever the core takes for one engine, and an engine on its own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Protocol
 
 from paceline.domain.ids import Version
@@ -68,3 +69,11 @@ class Endpoint(Protocol):
     def kill(self) -> Sequence[Call]:
         """It is gone, with all it held; the calls it had."""
         ...
+
+
+def drive(engine: Endpoint, until: float = inf) -> Sequence[Call]:
+    """Let an engine work alone until nothing is left to do, or `until`; what finished, in order."""
+    done: list[Call] = []
+    while engine.next_at <= until and engine.next_at < inf:
+        done += engine.run(engine.next_at)
+    return done

@@ -12,7 +12,7 @@ What comes in the middle of a step is looked at when the step ends.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from heapq import heappop, heappush
 from math import inf, sqrt
 
@@ -82,6 +82,8 @@ class EngineModel:
         """A step of the stretch, without reading the KV of decoding calls."""
         self._kv_s = speed.kv_s
         """To read one token of their contexts in it."""
+        self._read = 0
+        """Tokens that its first step reads, without those it samples."""
         self._pass_tokens = 1.0
         """Steps of the stretch that one pass of the model makes; more than one where it speculates."""
         self._likely = 0
@@ -214,7 +216,7 @@ class EngineModel:
 
     def _seconds(self, steps: int) -> float:
         kv = self._kv_s
-        return steps * self._step_s + kv * (steps * self._context + self._batch * (steps * (steps + 1) // 2))
+        return steps * self._step_s + kv * (steps * self._read + self._batch * (steps * (steps + 1) // 2))
 
     def _done_steps(self, now: float) -> int:
         """Whole steps of the stretch in hand that are over at `now`."""
@@ -224,7 +226,7 @@ class EngineModel:
         if elapsed <= 0.0:
             return 0
         a = self._kv_s * self._batch / 2
-        b = self._step_s + self._kv_s * self._context + a
+        b = self._step_s + self._kv_s * self._read + a
         return min(self._planned - 1, int(2 * elapsed / (b + sqrt(b * b + 4 * a * elapsed)) + 1e-9))
 
     def _cut(self, now: float) -> None:
@@ -366,11 +368,13 @@ class EngineModel:
                     break
                 self._chunks.append((call, tokens))
                 budget -= tokens
+        entries = self._entries
         if self._waiting and not preempted and not self._stopping:
             self._admit(budget, held)
         self._since = now
+        self._read = self._batch * self._longest() if speed.pads else self._context
         if self._chunks:
-            self._plan_prefill(now)
+            self._plan_prefill(now, self._entries - entries)
         elif self._batch:
             self._plan_decode(now)
         else:
@@ -429,7 +433,7 @@ class EngineModel:
         found = max(self._cache.hits(call.chain, call.own) * block, call.restored)
         return min(found, (context - 1) // block * block)
 
-    def _plan_prefill(self, now: float) -> None:
+    def _plan_prefill(self, now: float, entered: int) -> None:
         speed, batch = self.speed, self._batch
         tokens, attention = 0, 0.0
         for call, chunk in self._chunks:
@@ -441,17 +445,16 @@ class EngineModel:
             + speed.overhead_s
             + sequences * speed.seq_s
             + attention * speed.attention_s
+            + entered * speed.request_s
         )
         self._kv_s, self._pass_tokens = speed.kv_s, 1.0  # a step that prefills is full without drafts
         self._planned = 1
-        self.next_at = now + self._step_s + speed.kv_s * (self._context + batch)
+        self.next_at = now + self._step_s + speed.kv_s * (self._read + batch)
 
     def _plan_decode(self, now: float) -> None:
         batch, steps, finishes = self._batch, self._steps, self._finishes
         if self._drafter is not None:
-            self._step_s, self._kv_s, self._pass_tokens = self._drafter.pace(
-                batch, self._context, self._likely
-            )
+            self._step_s, self._kv_s, self._pass_tokens = self._drafter.pace(batch, self._read, self._likely)
         else:
             decode_s = self._decode_s
             while len(decode_s) <= batch:
@@ -468,6 +471,13 @@ class EngineModel:
             planned = min(planned, self._steps_to_full(free))
         self._planned = planned
         self.next_at = now + self._seconds(planned)
+
+    def _longest(self) -> int:
+        """Tokens of the longest context that decodes."""
+        own = (
+            call.alignment + call.shared_tokens for call in self._running.values() if call.running == _DECODES
+        )
+        return max(own, default=-self._steps) + self._steps
 
     # ── blocks ──
 
@@ -500,11 +510,3 @@ class EngineModel:
 
     def _own_blocks(self, call: Call, sampled: int) -> int:
         return -(-(call.prompt + sampled - call.shared_tokens) // self.speed.block)
-
-
-def drive(engine: EngineModel, until: float = inf) -> Sequence[Call]:
-    """Let an engine work alone until nothing is left to do, or `until`; what finished, in order."""
-    done: list[Call] = []
-    while engine.next_at <= until and engine.next_at < inf:
-        done += engine.run(engine.next_at)
-    return done

@@ -71,6 +71,9 @@ class Speed(msgspec.Struct, frozen=True):
     """Compute of one token, sampled or prefilled."""
     kv_s: float = 73e-9
     """To read the KV of one token of context."""
+    pads: bool = False
+    """Whether a step reads as much for every sequence as for the longest, as engines do whose attention is one product over
+    all of them; paged attention does not."""
     attention_s: float = 1.3e-9
     """Compute of prefilling one token against one token of context."""
     overhead_s: float = 1.0e-3
@@ -79,6 +82,9 @@ class Speed(msgspec.Struct, frozen=True):
     """To send one token to the experts on other GPUs and back, in all layers."""
     seq_s: float = 3e-6
     """Scheduling and sampling of one sequence in a step."""
+    request_s: float = 0.0
+    """Taking a request in and answering it, while nothing is computed: small engines serve HTTP with the core that
+    computes."""
     speculation: Speculation | None = None
     """How it speculates; None: it does not."""
 

@@ -25,19 +25,25 @@ class Recorded:
     def of(cls, events: Iterable[Event]) -> Recorded:
         """From the events of a journal. Only what ended by itself is taken: what a cancel cut short says nothing about how
         long it would have been. ConfigError when nothing is left."""
-        by_group: dict[EnvName, dict[int, list[RolloutPlan]]] = defaultdict(lambda: defaultdict(list))
+        by_group: dict[EnvName, dict[int, dict[int, RolloutPlan]]] = defaultdict(lambda: defaultdict(dict))
         for event in events:
             if not isinstance(event, on.RolloutEnded):
                 continue
             rollout = event.rollout
             ended_itself = rollout.outcome.ending in ("completed", "truncated")
             if rollout.task.split == "train" and ended_itself and rollout.sampled_tokens:
-                by_group[rollout.task.env][rollout.id.group].append(plan_of(rollout))
+                by_group[rollout.task.env][rollout.id.group][rollout.id.member] = plan_of(rollout)
         if not by_group:
             raise ConfigError(
                 "the journal holds no training rollout that ended by itself: nothing to simulate"
             )
-        return cls({env: list(groups.values()) for env, groups in by_group.items()})
+        # In the order in which they were started, and not in that in which they ended: that is by length.
+        return cls(
+            {
+                env: [[plan for _, plan in sorted(groups[number].items())] for number in sorted(groups)]
+                for env, groups in by_group.items()
+            }
+        )
 
     @property
     def longest(self) -> int:

@@ -1,0 +1,24 @@
+"""Least squares for constants that are seconds: none of them is below nought."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def non_negative(design: NDArray[np.float64], took: NDArray[np.float64]) -> NDArray[np.float64]:
+    """float64[C]: what one unit of each column of `design`, float64[N, C], costs, so that its rows tell `took`,
+    float64[N] in seconds and above nought. By the relative error: a long one weighs no more than a short one. What would
+    be negative is left out, the worst first."""
+    rows = design / took[:, None]
+    scale = np.maximum(np.abs(rows).max(axis=0), 1e-300)
+    wanted = np.ones(len(took))
+    used = list(range(rows.shape[1]))
+    while used:
+        part, *_ = np.linalg.lstsq(rows[:, used] / scale[used], wanted, rcond=None)
+        if part.min() >= 0:
+            found = np.zeros(rows.shape[1])
+            found[used] = part / scale[used]
+            return found
+        del used[int(part.argmin())]
+    return np.zeros(rows.shape[1])
