@@ -11,7 +11,7 @@ from vllm_kit import ROOT, Server, run_to_end
 from paceline.journal import read_rollouts
 
 EXAMPLE = ROOT / "examples" / "store-search" / "vllm.toml"
-STEPS, WAIT_S = 12, 0.1
+STEPS, WAIT_S = 8, 0.1
 
 
 @pytest.mark.timeout(900)
@@ -28,10 +28,10 @@ async def test_the_tool_example_trains_on_vllm_and_its_report_tells_tool_waits_f
     done = [r for r in read_rollouts(tmp_path / "t") if r.outcome.ending == "completed"]
     asked = [r for r in done if r.metrics["tool_calls"]]
     assert len(asked) >= STEPS * 64
-    # Upward: 0.40 in the first half and 0.49 in the second where this was written, give or take 0.02.
+    # Upward: 0.38 in the first half and 0.46 in the second where this was written, give or take 0.02.
     half = len(done) // 2
     first, last = (sum(r.reward or 0.0 for r in some) / half for some in (done[:half], done[-half:]))
-    assert last > first + 0.03, (first, last)
+    assert last > first + 0.02, (first, last)
     for rollout in asked:
         # The first answer to a question, and each after a tool has spoken, goes on from the exact ids.
         assert all(turn.extends for turn in rollout.turns[1:])
