@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,17 @@ import pytest
 
 from paceline.cli.resume import read_back
 from paceline.core.advantages import Advantages, Algorithm, GroupView
-from paceline.core.recovery import EMPTY, CannotFold
+from paceline.core.recovery import EMPTY, CannotFold, Recovery
 from paceline.core.scheduler import Core
 from paceline.domain.batch import Batch
 from paceline.domain.commands import ProcessGroup, ShipBatch
 from paceline.errors import WireError
-from paceline.journal import FileJournal, dropped_before
+from paceline.journal import FileJournal, dropped_before, read_journal, read_rollouts
+from paceline.journal.files import file_path
+from paceline.journal.frames import FrameReader
 from paceline.testing import World, chaos, setup_for, train_env
+
+EARLIER = Path(__file__).parents[1] / "assets" / "earlier_release"
 
 
 class PerToken(Algorithm):
@@ -50,10 +55,11 @@ def written(
     *,
     algorithm: Algorithm | None = None,
     flush_every: int = 10_000,
+    watch: Any = None,
     **options: Any,
 ) -> World:
     """A run that was killed after so many events, its journal on disk."""
-    world = World(SETUP, chaos(seed), engines=2, cap=8, algorithm=algorithm)
+    world = World(SETUP, chaos(seed), engines=2, cap=8, algorithm=algorithm, watch=watch)
     world.run(events=events)
 
     async def write() -> None:
@@ -93,6 +99,35 @@ def test_state_and_batch_list_come_back_with_every_token(
     for name in ("list", "groups", "processing", "flights", "cut", "seq"):
         assert state[name] == expected[name], name
     assert [each.id for each in read.recovery.under_way] == list(world.running)
+
+
+@pytest.mark.parametrize("seed", [7, 8])
+def test_killed_behind_any_record_the_files_give_back_the_core_of_that_moment(
+    tmp_path: Path, seed: int
+) -> None:
+    moments: list[dict[str, Any] | None] = []
+
+    def watch(world: World, _event: Any, _commands: Any) -> None:
+        draining = world.core._draining is not None  # what is being stopped is not gone on with
+        moments.append(None if draining else state_of(world.core))
+
+    written(tmp_path, seed, 150, flush_every=1, watch=watch)
+    log = file_path(tmp_path, "log", 1)
+    with FrameReader(log) as reader:
+        ends = [frame.offset for frame in iter(reader.next, None)]
+    assert len(ends) == len(moments)
+    ends.append(log.stat().st_size)
+    # The store keeps what it has: it is written before the log.
+    for count in range(len(moments), 0, -1):
+        os.truncate(log, ends[count])
+        if (expected := moments[count - 1]) is None:
+            continue
+        read = read_back(tmp_path, EMPTY, {})
+        state = msgspec.msgpack.decode(
+            msgspec.msgpack.encode(read.recovery.state(read.rollouts, read.extras)), strict=False
+        )
+        for name in ("list", "groups", "processing", "flights", "cut", "seq"):
+            assert state[name] == expected[name], f"{name} after record {count - 1}"
 
 
 def test_what_was_commanded_and_not_answered_is_owed_the_same_to_the_byte(tmp_path: Path) -> None:
@@ -157,6 +192,19 @@ def test_without_a_journal_there_is_no_way_back_and_damage_says_what_to_do(tmp_p
     log.write_bytes(data)
     with pytest.raises(WireError, match=r"(?s)damaged at byte .* or move .* aside, to go on from the newest"):
         read_back(tmp_path, EMPTY, {})
+
+
+def test_a_journal_of_an_earlier_release_is_read_and_folded_at_every_record() -> None:
+    """Written when groups that wait stood in no record, and no frame named its commit. It is not recorded again."""
+    rollouts = {rollout.id: rollout for rollout in read_rollouts(EARLIER)}
+    recovery = Recovery(EMPTY)
+    open_groups = 0
+    for record in read_journal(EARLIER):
+        recovery.apply(*record)
+        open_groups = max(open_groups, len(recovery.state(rollouts, {})["groups"]))
+        assert recovery.wanted() <= set(rollouts)
+    assert (recovery.seq, recovery.cut, len(rollouts), open_groups > 1) == (410, 6, 70, True)
+    assert (recovery.under_way, recovery.owed(rollouts, {})) == ([], [])
 
 
 def test_a_checkpoint_of_an_older_format_is_refused_as_a_beginning() -> None:

@@ -244,6 +244,19 @@ def test_evals_and_training_share_the_cap_and_neither_waits_for_the_other() -> N
     assert most >= 2
 
 
+@pytest.mark.parametrize(("share", "evals"), [(0.25, 2), (0.5, 4)])
+def test_evals_without_an_end_never_stop_training(share: float, evals: int) -> None:
+    section = EvalSection(id="held", examples=10, k=2, every=100)
+    setup = setup_for(evals=[section], eval_share=share, max_steps=6, batch=8)
+    script = Script(reward=alternating, seconds=lambda _r, task: 1e6 if task.split == "eval" else 1.0)
+    world = World(setup, script, cap=8, watch=Invariants())
+    trace = world.run(until=100.0)
+    assert len(trace.batches) == 6
+    first = trace.shipped_at[0]
+    held = [c for at, c in trace.timed(do.StartRollout) if c.task.split == "eval" and at < first]
+    assert len(held) == evals
+
+
 def test_an_eval_is_still_measured_when_the_engine_that_held_it_up_is_lost() -> None:
     section = EvalSection(id="held", examples=1, every=2, at_start=False)
     setup = setup_for(evals=[section], max_steps=2)

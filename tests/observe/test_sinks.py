@@ -249,14 +249,25 @@ def test_an_undocumented_metric_still_has_a_prometheus_name() -> None:
     assert series_of("engine/e0/kv_usage") == ("paceline_engine_kv_usage", {"engine": "e0"})
 
 
-def test_tensorboard_writes_event_files(tmp_path: Path) -> None:
+def test_tensorboard_files_hold_each_value_with_its_step(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX", reason="the tensorboard extra is not installed")
+    from tensorboardX.proto.event_pb2 import Event
+
     from paceline.observe.sinks.tensorboard import TensorboardSink
 
     sink = TensorboardSink(tmp_path / "tb")
-    sink.write(row())
+    sink.write(row(3, **{"train/all/reward": 0.5, "trainer/loss": 2.0}))
+    sink.write(Row(kind="eval", at=4.0, step=2, env="x", values={"eval/x/reward": 0.25}))
+    sink.write(Row(kind="now", at=5.0, step=3, values={"queued": 1.0}))
     sink.close()
-    assert [path.stat().st_size > 0 for path in (tmp_path / "tb").iterdir()] == [True]
+    (file,) = (tmp_path / "tb").iterdir()
+    data, at, found = file.read_bytes(), 0, []
+    while at < len(data):  # TFRecord: length, its checksum, the event, its checksum
+        length = int.from_bytes(data[at : at + 8], "little")
+        event = Event.FromString(data[at + 12 : at + 12 + length])
+        found += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
+        at += 16 + length
+    assert found == [("train/all/reward", 3, 0.5), ("trainer/loss", 3, 2.0), ("eval/x/reward", 2, 0.25)]
 
 
 def test_wandb_gets_each_kind_of_row_with_an_axis_of_its_own(
