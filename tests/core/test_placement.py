@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.admission import Admission, FixedCap
+from paceline.core.admission import AdaptiveCap, Admission, Bounds, FixedCap, PredictiveCap
 from paceline.core.fleet import EngineState, Fleet
 from paceline.core.groups import OpenGroup
 from paceline.core.placement import ENOUGH, Placement
+from paceline.core.recovery import Recovery
+from paceline.core.scheduler import Core
 from paceline.domain import commands as do
-from paceline.domain.events import EngineJoined
+from paceline.domain.events import EngineJoined, LoadReported
 from paceline.domain.ids import GroupId
-from paceline.domain.load import EngineInfo
+from paceline.domain.load import EngineInfo, EngineLoad
 from paceline.domain.task import TaskRef
+from paceline.testing import Invariants, World, setup_for, train_env
 from paceline.testing.closed_loop import AgentPlan, ClosedLoop
 
 
@@ -181,3 +186,45 @@ def test_members_with_short_prompts_take_whatever_permit_is_free() -> None:
     loop = _Seen(_Tells(14), 64)
     loop.run(120.0)
     assert loop.split() > 0.5
+
+
+def test_what_prefills_were_seen_to_cost_survives_a_restart() -> None:
+    before = told(gap_s=1.0, token_s=1e-3, prompt=2000)
+    saved = msgspec.msgpack.decode(msgspec.msgpack.encode(before.snapshot()))
+    after = Placement()
+    after.restore(saved)
+    assert after.prefill_s("e1", "env") == before.prefill_s("e1", "env")
+    assert not after.frees_within("e0", 100.0, 0.0), "how often permits come back is learnt anew"
+    after.answered("e1", 2000, 0, 8.0, 5.0)
+    assert after.prefill_s("e1", "env") == pytest.approx(2.0, rel=0.01), "and goes on from there"
+    assert after.snapshot()["engines"]["e1"][0] == before.snapshot()["engines"]["e1"][0] + 1
+    twice = Placement()
+    twice.restore(Placement().snapshot())
+    assert twice.prefill_s("e1", "env") is None
+
+
+@pytest.mark.parametrize("kind", [AdaptiveCap, PredictiveCap])
+def test_caps_and_learned_costs_are_in_the_checkpoint_and_outlast_a_recovery(
+    kind: type[AdaptiveCap] | type[PredictiveCap],
+) -> None:
+    setup = setup_for(train_env(group_size=4), batch=16, lag=4, max_steps=50)
+    world = World(setup, engines=2, admission=kind(Bounds(initial=12, group=4)), watch=Invariants())
+    for second in range(10):
+        full = EngineLoad(running=12, waiting=20, kv_usage=0.95, preemptions=second)
+        world.at(5.0 * second, partial(world.post, LoadReported("e0", full)))
+        world.at(5.0 * second, partial(world.post, LoadReported("e1", None)))
+    world.run(until=60.0)
+    core = world.core
+    caps = [core._admission.cap(name) for name in ("e0", "e1")]
+    assert kind is PredictiveCap or caps[0] < 12
+    plain = msgspec.msgpack.decode(msgspec.msgpack.encode(core.snapshot()), strict=False)
+    recovered = Recovery(plain).state({rollout.id: rollout for rollout in world.trace.ended}, {})
+    admission = kind(Bounds(initial=3))
+    again = Core(setup, admission)
+    again.restore(recovered, 0)
+    for name in ("e0", "e1"):
+        admission.joined(EngineInfo(name, None, None))
+    assert [admission.cap(name) for name in ("e0", "e1")] == caps
+    prefill_s = core.fleet.placement.prefill_s("e0", "env")
+    assert prefill_s is not None
+    assert again.fleet.placement.prefill_s("e0", "env") == prefill_s

@@ -58,7 +58,7 @@ def normal(state: dict[str, Any]) -> dict[str, Any]:
     """Without what a fold is not meant to know, and with nothing that depends on the order of keys."""
     plain: dict[str, Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(state), strict=False)
     # Evals take group numbers before they start, and a number that nobody has seen may be given again.
-    for name in ("admission", "shipping", "next_group"):
+    for name in ("admission", "placement", "shipping", "next_group"):
         plain.pop(name, None)
     plain["plan"] = {env: version for env, version in plain["plan"].items() if version >= 0}
     curriculum = plain["curriculum"]

@@ -16,8 +16,9 @@ permits that are free take other groups, so nothing stands idle for it as long a
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from math import inf
-from typing import Final
+from typing import Any, Final
 
 from paceline.domain.ids import EngineId, EnvName
 
@@ -45,7 +46,7 @@ class _Engine:
 class Placement:
     """Learns the two costs from what happens; pure, and at a constant cost for each event."""
 
-    __slots__ = ("_engines", "_prompts", "_slowest", "_sure")
+    __slots__ = ("_engines", "_prompts", "_saved", "_slowest", "_sure")
 
     def __init__(self) -> None:
         self._engines: OrderedDict[EngineId, _Engine] = OrderedDict()
@@ -54,6 +55,8 @@ class Placement:
         """Engines on which enough has ended to believe the gap between endings."""
         self._slowest: _Engine | None = None
         """The one of them with the longest gap."""
+        self._saved: dict[EngineId, tuple[int, float]] = {}
+        """Of an earlier life: first calls of each engine, and seconds a token."""
         self._prompts: dict[EnvName, float] = {}
         """Tokens of a first prompt, on the mean."""
 
@@ -99,7 +102,10 @@ class Placement:
         prompt = self._prompts.get(env)
         if token_s is None:
             state = self._engines.get(engine)
-            token_s = state.token_s if state is not None and state.calls >= ENOUGH else None
+            calls, seconds = (
+                self._saved.get(engine, (0, inf)) if state is None else (state.calls, state.token_s)
+            )
+            token_s = seconds if calls >= ENOUGH else None
         return None if token_s is None or prompt is None else token_s * prompt
 
     def frees_within(self, engine: EngineId, seconds: float, now: float) -> bool:
@@ -118,8 +124,23 @@ class Placement:
             return False
         return slowest.gap_s < seconds and now - next(iter(self._engines.values())).freed_at < seconds
 
+    # ── resuming ──
+
+    def snapshot(self) -> dict[str, Any]:
+        """What `restore` takes back; msgpack-able. How often permits come back is learnt anew: nothing ended meanwhile."""
+        known = {
+            name: (engine.calls, engine.token_s) for name, engine in self._engines.items() if engine.calls
+        }
+        return {"engines": {**self._saved, **known}, "prompts": self._prompts}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what prefills were seen to cost."""
+        self._saved = {name: (int(calls), float(s)) for name, (calls, s) in state.get("engines", {}).items()}
+        self._prompts = {name: float(tokens) for name, tokens in state.get("prompts", {}).items()}
+
     def _of(self, engine: EngineId, now: float) -> _Engine:
         state = self._engines.get(engine)
         if state is None:
             state = self._engines[engine] = _Engine(now)
+            state.calls, state.token_s = self._saved.get(engine, (0, inf))
         return state

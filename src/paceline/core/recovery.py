@@ -51,6 +51,7 @@ EMPTY: dict[str, Any] = {
     "plan": {},
     "account": [],
     "admission": {},
+    "placement": {},
     "scheduling": {},
     "kept": [],
     "put_offs": 0,
@@ -125,6 +126,7 @@ class Recovery:
         self._account = Account()
         self._account.restore(state["account"])
         self._admission: dict[str, Any] = dict(state["admission"])
+        self._placement: dict[str, Any] = dict(state.get("placement", {}))
         self._scheduling: dict[str, Any] = dict(state["scheduling"])
         self._kept = {each["number"]: msgspec.convert(each, do.PutOff) for each in state["kept"]}
         self._put_offs: int = state["put_offs"]
@@ -501,6 +503,7 @@ class Recovery:
             "plan": self._plan,
             "account": self._account.snapshot(),
             "admission": self._admission,
+            "placement": self._placement,
             "scheduling": self._scheduling,
             "kept": [msgspec.to_builtins(each) for each in self._kept.values()],
             "put_offs": self._put_offs,

@@ -585,6 +585,7 @@ class Core:
             "plan": self.plan.snapshot(),
             "account": self.account.snapshot(),
             "admission": self._admission.snapshot(),
+            "placement": self.fleet.placement.snapshot(),
             "scheduling": self.scheduling.snapshot(),
             "kept": [msgspec.to_builtins(each) for each in self.launcher.kept.values()],
             "put_offs": self.launcher.put_offs,
@@ -618,6 +619,7 @@ class Core:
         self.plan.restore(state["plan"])
         self.account.restore(state["account"])
         self._admission.restore(state.get("admission", {}))
+        self.fleet.placement.restore(state.get("placement", {}))
         self._unacknowledged = len(state.get("shipping", ()))
         self.scheduling.restore(state.get("scheduling", {}))
         dropped = [g["put_off"] for g in under_way if rollouts is None and g["put_off"] is not None]
