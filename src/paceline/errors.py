@@ -31,6 +31,15 @@ class EngineError(PacelineError):
     """An engine call failed or answered nonsense. Recorded on its rollout; the siblings go on."""
 
 
+class ImpossibleLogprobs(EngineError):
+    """A reply has logprobs that sampled tokens cannot have: not finite, or above zero. Nothing of it trains."""
+
+    def __init__(self, text: str, *, bad: int, tokens: int) -> None:
+        super().__init__(text)
+        self.bad, self.tokens = bad, tokens
+        """How many of how many."""
+
+
 class EngineUnavailable(EngineError):
     """The engine does not answer, or cannot take the call now: another one may, or the same one later."""
 

@@ -15,7 +15,7 @@ from paceline.domain.ids import Version
 from paceline.domain.rollout import Finish
 from paceline.engines.http.link import LinkLost
 from paceline.engines.http.retry import is_transient
-from paceline.engines.http.wire import Span, checked, error_text, excerpt, version_of, version_runs
+from paceline.engines.http.wire import Span, checked, error_text, excerpt, lenient, version_of, version_runs
 from paceline.errors import EngineError
 from paceline.ports import GenerateReply
 
@@ -63,9 +63,7 @@ def decode(body: bytes, known: Version) -> GenerateReply:
     try:
         reply = _decoder.decode(body)
     except msgspec.DecodeError as error:  # also what NaN and Infinity raise: they are not JSON
-        raise EngineError(
-            f"the engine's reply cannot be read: {error} (it begins {excerpt(body)!r})"
-        ) from None
+        reply = lenient(body, error, _Reply)
     meta, entries = reply.meta_info, reply.meta_info.output_token_logprobs
     finish = _finish_of(meta.finish_reason)
     if entries is None:

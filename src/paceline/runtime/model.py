@@ -42,11 +42,12 @@ from paceline.envs.protocol import (
     messages_of,
 )
 from paceline.envs.recorder import NO_IDS, Recorder
-from paceline.errors import EngineBusy, EngineError, EngineUnavailable, EnvError
+from paceline.errors import EngineBusy, EngineError, EngineUnavailable, EnvError, ImpossibleLogprobs
 from paceline.ports import Engine, GenerateReply, GenerateRequest, SamplingParams
 from paceline.runtime.continuing import Record
 from paceline.runtime.gate import TurnGate
 from paceline.runtime.gateway.server import Gateway
+from paceline.runtime.impossible import ImpossibleWatch
 from paceline.runtime.patience import Patience
 from paceline.tokens import Bridge, ChatTokenizer, Conversation, Plan
 from paceline.tokens.marks import first_mark, sure_of
@@ -95,6 +96,7 @@ class ModelCalls:
         "_gate",
         "_gateway",
         "_hung_up",
+        "_impossible",
         "_keep",
         "_limits",
         "_mark",
@@ -139,6 +141,7 @@ class ModelCalls:
         clock: Callable[[], float],
         *,
         noise_by_position: bool,
+        impossible: ImpossibleWatch,
         gateway: Gateway | None = None,
         parts: Sequence[Part] = (),
         keep: Callable[[Part], None] | None = None,
@@ -158,6 +161,7 @@ class ModelCalls:
         self._gate = gate
         self._clock = clock
         self._noise_by_position = noise_by_position
+        self._impossible = impossible
         self._max_context = _max_context(shared.limits, engines.get(command.engine))
         self._conversation = Conversation(shared.bridge)
         self._gateway = gateway
@@ -709,6 +713,8 @@ class ModelCalls:
                 )
                 raise
             text = "cancelled while it ran" if cancelled else _told(error, grant.engine)
+            if isinstance(error, ImpossibleLogprobs):
+                self._impossible.refused(grant.engine, error)
             busy = isinstance(error, EngineBusy)
             outage = isinstance(error, EngineUnavailable) and not busy
             self._gate.report(
@@ -722,6 +728,7 @@ class ModelCalls:
             raise EngineError(text) from error
         finally:
             self.where, self.engine = "env", None
+        self._impossible.sampled(grant.engine, len(reply.token_ids))
         took = self._clock() - began
         self.model_s += took
         self._gate.report(
@@ -798,10 +805,13 @@ def check_reply(reply: GenerateReply, max_tokens: int) -> GenerateReply:
         raise EngineError(f"the engine client returned {ids.dtype} ids and {logprobs.dtype} logprobs")
     # Written so that NaN fails: it makes both comparisons false.
     if not (_least(logprobs) > LOWEST_LOGPROB and _greatest(logprobs) <= HIGHEST_LOGPROB):
-        at = int(np.flatnonzero(~((logprobs > LOWEST_LOGPROB) & (logprobs <= HIGHEST_LOGPROB)))[0])
-        raise EngineError(
+        bad = np.flatnonzero(~((logprobs > LOWEST_LOGPROB) & (logprobs <= HIGHEST_LOGPROB)))
+        at = int(bad[0])
+        raise ImpossibleLogprobs(
             f"the engine returned {float(logprobs[at])} as the logprob of sampled token {at} (id {int(ids[at])}); "
-            "a sampled token has a finite logprob of at most 0"
+            "a sampled token has a finite logprob of at most 0",
+            bad=len(bad),
+            tokens=count,
         )
     return reply
 

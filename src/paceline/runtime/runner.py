@@ -44,6 +44,7 @@ from paceline.errors import EngineError, EnvError, InvariantError, said_by
 from paceline.ports import Engine, Parts
 from paceline.runtime.gate import TurnGate
 from paceline.runtime.gateway.server import Gateway
+from paceline.runtime.impossible import ImpossibleWatch
 from paceline.runtime.model import EnvRuntime, Launch, ModelCalls
 
 STOP_S: Final = 5.0
@@ -94,7 +95,8 @@ class RolloutRunner:
         self.on_continued: Callable[[RolloutContinued], None] = lambda event: None
         """Told of each rollout of an earlier life that has come to the end of its record."""
         self.on_note: Callable[[str], None] = lambda note: None
-        """Told once of each environment whose rollouts leave their record."""
+        """Told once of each environment whose rollouts leave their record, and of engines whose logprobs cannot be any."""
+        self._impossible = ImpossibleWatch(lambda note: self.on_note(note))
         self._running: dict[RolloutId, _Run] = {}
         self._early: dict[RolloutId, CancelCause] = {}  # cancelled before their task has taken its first step
         self.is_sole_canceller = False
@@ -120,6 +122,7 @@ class RolloutRunner:
             self._gate,
             self._clock,
             noise_by_position=self._noise_by_position,
+            impossible=self._impossible,
             gateway=self._gateway,
             parts=self._left.pop(command.rollout, ()),
             keep=None if self._parts is None else self._parts.keep,

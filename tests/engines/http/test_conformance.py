@@ -25,7 +25,7 @@ from test_http_generate import LIMITS, QUICK, until
 
 from paceline.engines import sglang
 from paceline.engines.http import HttpEngine, Limits, connect
-from paceline.errors import EngineError
+from paceline.errors import EngineBusy, EngineError, ImpossibleLogprobs
 from paceline.ports import GenerateRequest, SamplingParams
 from paceline.runtime.processes import ChildProcess
 from paceline.runtime.weight_check import ProbeCheck
@@ -214,6 +214,22 @@ async def test_a_reply_that_cannot_be_trained_on_is_an_error_that_says_why(
 
 
 @pytest.mark.parametrize(
+    ("value", "said"), [("NaN", "nan"), ("Infinity", "inf"), ("-Infinity", "-inf"), ("null", "null")]
+)
+async def test_s89_a_logprob_that_is_no_number_is_an_error_with_its_place(
+    kind: Kind, value: str, said: str
+) -> None:
+    async with both(kind) as (fake, engine):
+        body = json.dumps(kind.reply([5, 6], [-0.125, -0.25])).replace("-0.25", value)
+        fake.say(kind.route, Say(body=body.encode()))
+        with pytest.raises(ImpossibleLogprobs, match=rf"logprob {said} at position 1 of 2") as caught:
+            await engine.generate(ask())
+        assert (caught.value.bad, caught.value.tokens) == (1, 2)
+        assert fake.url in str(caught.value)
+        assert len(fake.calls) == 1, "the same seed would sample it again"
+
+
+@pytest.mark.parametrize(
     "body", [b"", b"{}", b"[" * 10_000, b"\x80\x04pickle", b'{"choices": 3, "meta_info": 3}']
 )
 async def test_any_bytes_are_an_engine_error_and_nothing_else(kind: Kind, body: bytes) -> None:
@@ -231,7 +247,8 @@ async def test_a_storm_of_429_is_waited_out_and_answers_each_request_once(kind: 
         )
         done = [reply for reply in replies if not isinstance(reply, BaseException)]
         failed = [reply for reply in replies if isinstance(reply, BaseException)]
-        assert all(isinstance(error, EngineError) and "429" in str(error) for error in failed)
+        # Of the kind that is a reason to ask later, which whoever asked does.
+        assert all(isinstance(error, EngineBusy) and "429" in str(error) for error in failed)
         assert len(fake.paths(kind.route)) == 16 + len(done)
 
 
@@ -262,6 +279,7 @@ async def test_metrics_that_hang_are_an_error_in_time_and_delay_nothing_else(kin
         assert (await engine.generate(ask())).token_ids.size == 4
         with pytest.raises(EngineError, match=r"/metrics gave no answer within 0\.1 s"):
             await load
+    async with both(kind) as (fake, engine):
         fake.say("/metrics", Say(body=b"up 1\n"))
         with pytest.raises(EngineError, match="/metrics page has no"):
             await engine.load()

@@ -26,7 +26,7 @@ from paceline.engines.http.probe import ServerFacts, probe
 from paceline.engines.http.retry import NOT_JSON, Retry, is_transient
 from paceline.engines.http.trust import Doubt, before
 from paceline.engines.http.wire import decode, error_text
-from paceline.errors import EngineBusy, EngineError, EngineUnavailable
+from paceline.errors import EngineBusy, EngineError, EngineUnavailable, ImpossibleLogprobs
 from paceline.ports import GenerateReply, GenerateRequest, PauseMarks, WeightCheck
 
 log = logging.getLogger(__name__)
@@ -338,7 +338,7 @@ class HttpEngine:
                     f"no answer within {link.limits.request_s:g} s (request_s)", EngineUnavailable
                 ) from None
             except EngineError as error:  # of what a stream said
-                raise self._error(str(error)) from None
+                raise self._named(error) from None
             except LinkLost as lost:
                 failed += 1
                 if heard is not None and heard.tokens:
@@ -359,6 +359,10 @@ class HttpEngine:
                     return self._decoded(answer, known, flight)
                 failed += 1
                 cause, wait_s = self._refused(answer, failed)
+                if NOT_JSON in answer.body:
+                    raise self._named(
+                        ImpossibleLogprobs(f"{cause} (a logprob was not finite)", bad=1, tokens=1)
+                    )
                 transient = is_transient(answer.status, answer.body)
                 busy = EngineBusy if answer.status == 429 else EngineUnavailable
                 kind = busy if transient else EngineError
@@ -381,25 +385,30 @@ class HttpEngine:
             # is taken for all of them, so that staleness is never understated.
             return self._dialect.decode(answer.body, known)
         except EngineError as error:
-            raise self._error(str(error)) from None
+            raise self._named(error) from None
 
     def _kept(self, heard: Hears, known: Version, flight: _Flight) -> GenerateReply:
         flight.stamped = heard.kept
         try:
             return heard.kept(known)
         except EngineError as error:
-            raise self._error(str(error)) from None
+            raise self._named(error) from None
 
     def _refused(self, answer: Answer, failed: int) -> tuple[str, float | None]:
         cause = f"answered {answer.status}: {error_text(answer.body) or 'without a word'}"
-        if NOT_JSON in answer.body:
-            cause += " (a logprob was not finite)"
         if not is_transient(answer.status, answer.body):
             return cause, None
         return cause, self._link.retry.wait_s(failed, answer.retry_after_s)
 
     def _error(self, cause: str, kind: type[EngineError] = EngineError) -> EngineError:
         return kind(f"{self._link.name}: {self._route}: {cause}")
+
+    def _named(self, error: EngineError) -> EngineError:
+        """What is wrong with a reply, with the engine's name in front."""
+        named = self._error(str(error))
+        if isinstance(error, ImpossibleLogprobs):
+            return ImpossibleLogprobs(str(named), bad=error.bad, tokens=error.tokens)
+        return named
 
     # ---- stopping
 

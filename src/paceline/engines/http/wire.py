@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -19,8 +19,10 @@ from numpy.typing import NDArray
 
 from paceline.domain.ids import Version
 from paceline.domain.rollout import Finish, VersionRuns
-from paceline.errors import EngineError
+from paceline.errors import EngineError, ImpossibleLogprobs
 from paceline.ports import GenerateReply, GenerateRequest
+
+_T = TypeVar("_T")
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 
@@ -166,7 +168,7 @@ def decode(body: bytes, known: Version, *, spans: bool = True) -> GenerateReply:
     try:
         reply = _decoder.decode(body)
     except msgspec.DecodeError as error:  # also what NaN and Infinity raise: they are not JSON
-        reply = _lenient(body, error)
+        reply = lenient(body, error, Reply)
     return exact(reply, known, spans=spans)
 
 
@@ -250,12 +252,12 @@ def checked(
             )
         # Written so that a nan fails it.
         if not (logprobs.min() > _LOWEST and logprobs.max() <= _HIGHEST):
-            raise EngineError(_impossible(values))
+            raise _impossible(values)
     id_array.flags.writeable = logprobs.flags.writeable = False
     return id_array, logprobs
 
 
-def _impossible(values: Sequence[float | None]) -> str:
+def _impossible(values: Sequence[float | None]) -> ImpossibleLogprobs:
     """Which logprob cannot be one, and why."""
     bad = [i for i, v in enumerate(values) if v is None or not _LOWEST < v <= _HIGHEST]
     value = values[bad[0]]
@@ -265,9 +267,11 @@ def _impossible(values: Sequence[float | None]) -> str:
         why = "it is above zero"
     else:
         why = "the server writes -9999 where it means -inf"
-    return (
+    return ImpossibleLogprobs(
         f"the engine returned logprob {'null' if value is None else value} at position {bad[0]} of {len(values)}: "
-        f"{why} ({len(bad)} such in this reply)"
+        f"{why} ({len(bad)} such in this reply)",
+        bad=len(bad),
+        tokens=len(values),
     )
 
 
@@ -292,10 +296,10 @@ def version_runs(spans: Sequence[Span] | None, tokens: int, known: Version) -> V
     return tuple(runs)
 
 
-def _lenient(body: bytes, error: msgspec.DecodeError) -> Reply:
+def lenient(body: bytes, error: msgspec.DecodeError, kind: type[_T]) -> _T:
     """The reply once more, by a parser that knows NaN and Infinity, so that the error can name the place."""
     try:
-        return msgspec.convert(json.loads(body), Reply)
+        return msgspec.convert(json.loads(body), kind)
     except (ValueError, RecursionError, msgspec.ValidationError):
         raise EngineError(
             f"the engine's reply cannot be read: {error} (it begins {excerpt(body)!r})"
