@@ -52,7 +52,13 @@ POLL_S = 1.0
 """`metrics.load_interval_s`, as it is by default."""
 LIMITS = Limits(admin_s=120.0, metrics_s=10.0)
 """The first request compiles for a while."""
-ROWS = tuple(f"admission_{kind}_vs_best_{name}" for kind in ("predictive", "adaptive") for name in WAITS)
+RAMP_S, WASTED = 120.0, 0.005
+"""What `predictive` has to keep to: seconds until it holds nine tenths of what it will, and tokens of rollouts that were
+cancelled, of all that were sampled."""
+ROWS = (
+    *(f"admission_{kind}_vs_best_{name}" for kind in ("predictive", "adaptive") for name in WAITS),
+    *(f"admission_predictive_{what}_{name}" for what in ("ramp_s", "wasted") for name in WAITS),
+)
 
 Cell = dict[str, Any]
 
@@ -278,14 +284,32 @@ def rows_of(cells: list[Cell]) -> list[dict[str, Any]]:
                 {"name": f"admission_{kind}_vs_best_{name}", "value": value, "unit": "of best"}
                 | {"target": target, "ok": ok, "note": note}
             )
+    for what, unit, most in (("ramp_s", "s", RAMP_S), ("wasted", "of tokens", WASTED)):
+        for name, wait in WAITS.items():
+            value = mean(cells, name, "predictive", what)
+            row = {
+                "name": f"admission_predictive_{what}_{name}",
+                "value": value,
+                "unit": unit,
+                "target": most,
+            }
+            result.append(row | {"ok": value <= most, "note": f"of the cells at a tool wait of {wait:g} s"})
     return result
+
+
+def table(cells: list[Cell]) -> str:
+    """Every cell: the sweep of fixed caps, the controllers, and the baselines beside them."""
+    return "\n".join([HEAD, *map(line, cells)])
 
 
 def rows() -> list[dict[str, Any]]:
     if not VLLM.exists():
         print("vllm_admission: left out, there is no vLLM: make vllm-env", file=sys.stderr)
         return []
-    return rows_of(run_all(list(WAITS), list(SEEDS), [], 1.0, None))
+    print(HEAD, file=sys.stderr, flush=True)
+    cells = run_all(list(WAITS), list(SEEDS), [], 1.0, None)
+    print(table(cells), flush=True)
+    return rows_of(cells)
 
 
 def main() -> None:
@@ -298,9 +322,7 @@ def main() -> None:
     args = parser.parse_args()
     print(HEAD, file=sys.stderr)
     cells = run_all(args.waits, args.seeds, args.kinds, args.share, args.out)
-    print(HEAD)
-    for cell in cells:
-        print(line(cell))
+    print(table(cells))
 
 
 if __name__ == "__main__":

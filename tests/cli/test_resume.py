@@ -156,6 +156,7 @@ def test_from_a_checkpoint_only_what_lies_behind_it_is_read(tmp_path: Path) -> N
         return msgspec.msgpack.decode(msgspec.msgpack.encode(state), strict=False) | {
             "curriculum": None,
             "plan": None,
+            "placement": None,
         }
 
     first, second = told(from_checkpoint), told(from_start)

@@ -152,3 +152,14 @@ def test_a_chat_endpoint_is_refused_as_the_engine_of_a_run(tmp_path: Any) -> Non
         ConfigError, match=r"returns text, and training needs the ids and logprobs.*\[chat.NAME\]"
     ):
         load(RunConfig, [config])
+
+
+async def test_s66_requests_of_a_frozen_model_share_one_cache_for_ever() -> None:
+    """Its weights never change, so nothing in its requests does: whatever it has cached of a prompt stays good."""
+    async with FakeServer() as fake, chat_on(fake) as chat:
+        fake.say(ROUTE, *[Say(body=ANSWER)] * 3)
+        for _ in range(3):
+            await chat(MESSAGES)
+        bodies = [call.body for call in fake.calls]
+    assert bodies[0] == bodies[1] == bodies[2]
+    assert "cache_salt" not in bodies[0]

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -13,11 +14,19 @@ import numpy as np
 import pytest
 from aiohttp import web
 from fake_server import GENERATE, FakeServer, Say
-from test_http_generate import LIMITS, QUICK
+from test_http_generate import LIMITS, QUICK, until
 
+from paceline.cli.checks import diagnose
+from paceline.cli.engines import RunEngines
+from paceline.config import RunConfig
+from paceline.config.load import load
+from paceline.core.admission.choice import admission_of
+from paceline.core.fleet import EngineState
+from paceline.domain.events import LoadReported
 from paceline.engines.http import RouterEngine, connect, connect_router
 from paceline.errors import EngineError
 from paceline.ports import GenerateRequest, SamplingParams
+from paceline.runtime.loads import poll_load
 
 
 class FakeRouter:
@@ -164,3 +173,54 @@ async def test_a_router_whose_servers_are_not_known_gives_no_metrics() -> None:
             EngineError, match="is a router, whose metrics say nothing of the servers behind it"
         ):
             await engine.load()
+
+
+CONFIG = """
+[model]
+name = "pkg:paceline/assets/small_policy"
+[[env]]
+id = "reverse-text"
+[batch]
+rollouts = 16
+seq_len = 512
+[admission]
+type = "adaptive"
+[engine]
+type = "vllm"
+urls = ["{url}"]
+router = "{url}"
+"""
+
+
+async def test_a_run_that_knows_a_router_alone_says_so_aloud_and_goes_by_latency(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(FakeServer()) for _ in range(2)]
+        router = await stack.enter_async_context(FakeRouter(servers).running())
+        path = tmp_path / "run.toml"
+        path.write_text(CONFIG.format(url=router.url))
+        loaded = load(RunConfig, [path])
+        with caplog.at_level("WARNING"):
+            engines = RunEngines(loaded.value, tmp_path, [], ())
+            await engines.start(0, tmp_path)
+            stack.push_async_callback(engines.close)
+        assert "names the router alone" in caplog.text
+        assert "admission goes by latency" in caplog.text
+
+        (slot,) = engines.slots.values()
+        readings: list[LoadReported] = []
+        polling = asyncio.ensure_future(poll_load(slot, readings.append, interval_s=0.01))
+        await until(lambda: len(readings) >= 3)
+        polling.cancel()
+        assert {reading.load for reading in readings} == {None}
+        admission = admission_of(loaded.value, {})
+        admission.joined(slot.info)
+        for second, _ in enumerate(readings[:3]):
+            admission.observe(EngineState(slot.info.id, 0, True, 0, []), None, 5.0 * second)
+        assert "gives no metrics: going by latency and refusals" in admission.reason(slot.info.id)
+
+        warned = [f for f in await diagnose(loaded, limit_s=60) if f.level == "warning"]
+        assert [f.what for f in warned if "router" in f.what] == [
+            f"engine {router.url} is a router whose servers are not known"
+        ]
