@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
+from paceline.cli import report
 from paceline.domain.task import Split, Task
 from paceline.envs import Context, Environment, ListTasks, Model, Result, SingleTurnEnv
 
@@ -66,6 +68,36 @@ class Stuck(Words):
         while True:
             with contextlib.suppress(asyncio.CancelledError):
                 await ctx.in_thread(time.sleep, 600)
+
+
+class Lingering(Words):
+    """After its first groups, rollouts that neither end nor stop before a file is there. They say so in a file beside it."""
+
+    def __init__(self, until: str) -> None:
+        super().__init__()
+        self._until = Path(until)
+
+    async def rollout(self, task: Task, model: Model, ctx: Context) -> Result:
+        if ctx.rollout.group < 12:
+            return await super().rollout(task, model, ctx)
+        self._until.with_suffix(".waits").touch()
+        while not self._until.exists():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.05)
+        return await super().rollout(task, model, ctx)
+
+
+class LongReport(Words):
+    """Of a run whose report takes for ever."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def make(_run_dir: Path) -> Path:
+            while True:
+                pass
+
+        report.make_report = make
 
 
 class Busy(Words):

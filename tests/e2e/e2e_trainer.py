@@ -24,7 +24,7 @@ def main(run_dir: Path, rank: int, model: Path, how: str = "well") -> None:
             tokens += int(micro.trainable.sum())
         if rank or how == "mute":
             continue
-        version = batch.step + (5 if how == "beyond" else 0)
+        version = {"beyond": batch.step + 5, "stale": 1}.get(how, batch.step)
         if how == "torn":  # by a program that does not rename, killed half way
             folder = run_dir / "weights" / f"v{version:06d}"
             folder.mkdir(parents=True)

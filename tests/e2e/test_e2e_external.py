@@ -91,8 +91,9 @@ def _assert_sampled_by(model: Path, samples: list[Any]) -> None:
     ("how", "error", "says"),
     [
         ("beyond", TrainerError, "published v6, but only"),
-        ("mute", TrainerError, "batch 1 was shipped and the trainer has not acknowledged it for 1 s"),
-        ("torn", TrainerError, "but published no weights since v0 for 1 s"),
+        ("mute", TrainerError, "batch 1 was shipped and the trainer has not acknowledged it for 4 s"),
+        ("torn", TrainerError, "but published no weights since v0 for 4 s"),
+        ("stale", TrainerError, "but published no weights since v1 for 4 s"),
         ("garbage", EngineError, "did not load 6 times, on no engine"),
     ],
 )
@@ -105,7 +106,7 @@ def test_a_trainer_that_does_wrong_ends_the_run_with_the_cause(
     says: str,
 ) -> None:
     with trainer(tmp_path / "t", model, how=how), pytest.raises(error, match=says):
-        run(tmp_path, servers, trainer__step_s=1.0)
+        run(tmp_path, servers, trainer__step_s=4.0)
     status = read_status(tmp_path / "t")
     assert status is not None
     assert (status.status, status.exit_code) == ("failed", 1)

@@ -11,10 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 from e2e_kit import CommandLine, acknowledged, gone, numbers, records
+from made_again import batches_of, files_of
 
 from paceline.cli.main import main
+from paceline.config import RunConfig
+from paceline.config.load import load
 from paceline.domain import events as on
 from paceline.domain.commands import FinishRun, ReportEval, ShipBatch
+from paceline.transport.layout import rank_file
 
 pytestmark = pytest.mark.torch
 
@@ -99,6 +103,15 @@ def test_ctrl_c_once_drains_and_saves_and_the_run_goes_on_from_there(tmp_path: P
     goes_on_to(tmp_path, shipped[-1] + 2)
 
 
+def test_ctrl_c_waits_for_no_report_that_takes_long(tmp_path: Path) -> None:
+    run = CommandLine(tmp_path, env__0__id="e2e_envs:LongReport", **LONG)
+    run.when(lambda: "opened" in run.said, within_s=240)
+    run.interrupt(signal.SIGINT)
+    assert run.end(within_s=60) == 0, run.said  # without a bound it never ends
+    assert (run.status.status, run.status.reason) == ("stopped", "Ctrl-C")
+    assert f"make it with: paceline report {run.run_dir}" in run.said
+
+
 @pytest.mark.demo
 def test_ctrl_c_of_the_whole_terminal_is_one_ctrl_c(tmp_path: Path) -> None:
     run = CommandLine(tmp_path, **LONG)
@@ -165,6 +178,31 @@ def test_sigterm_is_like_ctrl_c(tmp_path: Path) -> None:
     assert run.end(within_s=10) == 0
     assert (run.status.status, run.status.reason) == ("stopped", "SIGTERM")
     goes_on_to(tmp_path, numbers(run.run_dir)[0][-1] + 1)
+
+
+@pytest.mark.timeout(600)
+def test_sigterm_to_every_process_of_a_job_is_like_ctrl_c(tmp_path: Path) -> None:
+    may_stop = tmp_path / "may_stop"
+    options = {
+        "env__0__id": "e2e_envs:Lingering",
+        "env__0__args__until": str(may_stop),
+        "env__1__id": "e2e_envs:Words",
+        "env__1__workers": '{ type = "process" }',
+        "run__drain_s": 240,
+    }
+    run = CommandLine(tmp_path, **LONG, **options)
+    run.when(lambda: may_stop.with_suffix(".waits").exists() and bool(acknowledged(run.run_dir)), 240)
+    trainer = run.child("paceline.trainer")
+    for child in run.children():
+        child.terminate()
+    run.interrupt(signal.SIGTERM)
+    gone([trainer], within_s=120)  # it has saved, and ended, before the work of the run has stopped
+    may_stop.touch()
+    assert run.end(within_s=60) == 0, run.said
+    assert (run.status.status, run.status.reason) == ("stopped", "SIGTERM")
+    (saved,) = sorted((run.run_dir / "checkpoints" / "trainer").iterdir())[-1:]
+    assert saved.name == f"v{numbers(run.run_dir)[1][-1]:08d}"
+    assert run.summary["tokens_conserved"]
 
 
 def test_a_signal_that_is_sent_twice_at_once_counts_once(tmp_path: Path) -> None:
@@ -299,6 +337,12 @@ def test_each_life_is_decided_again_with_its_own_config(
     assert [r.event.config for r in records(again.run_dir) if isinstance(r.event, on.RunOpened)] == [1, 2]
     assert main(["replay", str(again.run_dir)]) == 0
     assert "of 2 lives, no divergence" in capsys.readouterr().out
+    # What was shipped is what the recorded rollouts give, bit for bit.
+    settings = load(RunConfig, [again.run_dir / "config.toml"]).value.batch
+    made = {batch.step: files_of(batch, settings, again.status.run_id) for batch in batches_of(again.run_dir)}
+    assert sorted(made) == [1, 2, 3, 4]
+    for step, files in made.items():
+        assert files == [rank_file(again.run_dir, step, 0).read_bytes()]
     kept = again.run_dir / "configs" / "000001.toml"
     kept.write_bytes((again.run_dir / "config.toml").read_bytes())
     assert main(["replay", str(again.run_dir)]) == 1, "the first life had another config"

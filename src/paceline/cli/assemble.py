@@ -333,7 +333,7 @@ class Assembly:
         )
         for child in self.children:
             if child.name == "trainer":
-                driver.beside(child.name, child.wait_dead)
+                driver.beside(child.name, partial(self.stopping.watch_trainer, child))
         driver.beside("journal", self._watch_disk)
         driver.beside("disk meter", partial(self.disk.run, self._room_for))
         quiet = QuietWatch(core, lambda text: say(f"warning: {text}"), clock, config.run.quiet_s)

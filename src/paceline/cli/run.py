@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -285,7 +285,7 @@ def execute(
             error, code = failure, status.fail(failure)
         finally:
             assembly.stopping.close()
-        _write_report(run_dir)
+        _write_report(run_dir, within_s=assembly.stopping.report_s())
     if error is not None:
         _say(f"error: {status.status.reason}")
         for note in getattr(error, "__notes__", ()):
@@ -335,16 +335,20 @@ def _earlier_lives(run_dir: Path, folds: RunFolds) -> Earlier:
     return Earlier(at, acknowledged)
 
 
-def _write_report(run_dir: Path) -> None:
+def _write_report(run_dir: Path, within_s: float | None) -> None:
     """The report is a fold over the journal: if it cannot be made, the run stands all the same."""
     from paceline.cli.report import make_report
     from paceline.journal.files import file_numbers
+    from paceline.testing.alarm import StillRunning, ends_within
 
     if not file_numbers(run_dir, "log"):
         return  # it ended before anything happened
     again = f"make it with: paceline report {run_dir}"
     try:
-        _say(f"report: {make_report(run_dir)}")
+        with nullcontext() if within_s is None else ends_within(within_s, lambda _: ""):
+            _say(f"report: {make_report(run_dir)}")
+    except StillRunning:
+        _say(f"no report: of so long a run it takes longer than stopping may; {again}")
     except (PacelineError, OSError) as error:
         _say(f"no report: {error}; {again}")
     except KeyboardInterrupt:

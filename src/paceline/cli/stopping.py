@@ -17,7 +17,7 @@ from typing import Any
 
 from paceline.cli.status import INTERRUPTED, StatusFile
 from paceline.domain import events as on
-from paceline.errors import EnvError, PacelineError, place_of, printable
+from paceline.errors import EnvError, PacelineError, TrainerError, place_of, printable
 from paceline.runtime.driver import Driver
 from paceline.runtime.inbox import Inbox
 from paceline.runtime.processes import ChildProcess
@@ -30,8 +30,14 @@ _FAILED_SAVE_S = 2.0
 """The same, when the run failed: people wait for the cause, and the batches since its last checkpoint are kept."""
 _SAME_SIGNAL_S = 0.1
 """A signal that comes again sooner is the same one: `timeout` sends its own to a process, and to the group it is in."""
+_SIGNALLED_S = 2.0
+"""A signal to all processes of a job reaches one after the other."""
 _HARD_S = 1.5
 """What is left of a run this long after its time to stop is cut off, whatever it does."""
+_GONE_S = 9.0
+"""A run whose work stops in time is gone this long after it was asked to end."""
+_REPORT_S = 0.5
+"""Always left for the report: enough for a short run."""
 _FAILED_S = 8.0
 """The same, after an error."""
 
@@ -60,11 +66,13 @@ class Stopping:
         self._inbox: Inbox | None = None
         self._intrusion: EnvError | None = None
         self._stop_by = float("inf")  # on the loop's clock
+        self._heard_at: float | None = None
         self._closing = False
         self.requests = 0
         """How often it was asked for."""
         self.hears = False
         """Whether signals reach our own handlers: what else interrupts or cancels the run is code that runs in it."""
+        self._asked = asyncio.Event()
         self.hurry = asyncio.Event()
         """Set by the second request."""
 
@@ -91,6 +99,19 @@ class Stopping:
 
     # ── asked to ──
 
+    async def watch_trainer(self, trainer: ChildProcess) -> None:
+        """The end of the trainer is that of the run, but where both were asked: schedulers of clusters signal every process
+        of a job, and the trainer may have saved and ended before the work of the run has stopped."""
+        try:
+            await trainer.wait_dead()
+        except TrainerError:
+            if trainer.exit_code != 0:
+                raise
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._asked.wait(), _SIGNALLED_S)
+            if not self.requests:
+                raise
+
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
         """Ctrl-C once drains and saves, twice stops at once; SIGTERM is the first of them."""
@@ -106,6 +127,7 @@ class Stopping:
             if heard and time.monotonic() - at < _SAME_SIGNAL_S:
                 return
             heard, at = heard + 1, time.monotonic()
+            self._heard_at = self._heard_at or at
             self._cut_off_in(self._drain_s + _HARD_S if heard == 1 else TERM_S + _HARD_S)
             loop.call_soon_threadsafe(self._stop, names[signal.Signals(number)], task)
 
@@ -120,6 +142,7 @@ class Stopping:
 
     def _stop(self, name: str, task: asyncio.Task[Any] | None) -> None:
         self.requests += 1
+        self._asked.set()
         if self.requests > 1:
             self._abandon(f"{name} a second time", TERM_S + _HARD_S)
             return
@@ -137,6 +160,13 @@ class Stopping:
         self.hurry.set()
         if self._driver is not None:
             self._driver.fail(StoppedTwice(why))
+
+    def report_s(self) -> float | None:
+        """Seconds that the report of a run which was asked to end may take: all is saved by then, and somebody waits. None
+        when nobody asked."""
+        if self._heard_at is None:
+            return None
+        return max(_REPORT_S, _GONE_S - (time.monotonic() - self._heard_at))
 
     # ── for another reason ──
 
