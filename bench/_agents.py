@@ -7,7 +7,7 @@ rollouts end, their groups close, others start, until the time is over.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import exp
 from random import Random
@@ -21,6 +21,7 @@ from paceline.core.admission import Admission
 from paceline.core.advantages import builtin
 from paceline.core.processing import GroupRules
 from paceline.core.scheduler import Core
+from paceline.core.setup import CoreSetup
 from paceline.core.streams import key
 from paceline.domain import commands as do
 from paceline.domain import events as on
@@ -36,6 +37,7 @@ from paceline.runtime.model import EnvRuntime
 from paceline.runtime.offload import Inline
 from paceline.runtime.processor import EnvProcessing, GroupProcessor
 from paceline.runtime.runner import RolloutRunner
+from paceline.sim.plan import RolloutPlan
 from paceline.testing.run import MemoryJournal
 from paceline.testing.script import setup_for, train_env
 from paceline.testing.trainer import ScriptedTrainer
@@ -58,32 +60,78 @@ def lognormal(random: Random, median: float, sigma: float) -> float:
     return median * exp(random.gauss(0.0, sigma))
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What agents do, in tokens: medians but for the first prompt and the limits."""
+
+    prompt: int = PROMPT
+    turns: float = TURNS
+    observed: float = OBSERVED
+    sampled: float = SAMPLED
+    most_sampled: int = 128
+    """Of one turn."""
+    shares_prompt: bool = False
+    """Whether the members of a group begin with the same prompt."""
+
+
 class Agents(Environment):
     """Growing contexts and tool waits, as in traces of software-engineering agents, made small: 55% of the waits are
     0.05 s, 44% have the median `tool_s`, 1% are ten times that."""
 
-    def __init__(self, tool_s: float, seed: int) -> None:
-        self._tool_s, self._seed = tool_s, seed
+    longest = LONGEST
+
+    def __init__(self, tool_s: float, seed: int, shape: Shape | None = None) -> None:
+        self._tool_s, self._seed, self._shape = tool_s, seed, shape or Shape()
 
     def tasks(self, split: str) -> EndlessTasks:
         return EndlessTasks(lambda index: index, "agents")
 
-    async def rollout(self, task: Any, model: Model, ctx: Context) -> Result:
-        random = Random(key(self._seed, "agent", *ctx.rollout))
-        ids = [random.randrange(256) for _ in range(PROMPT)]
-        turns = max(1, min(40, round(lognormal(random, TURNS, 0.5))))
-        for turn in range(turns):
+    def plan(self, command: do.StartRollout, now: float) -> RolloutPlan:
+        """What it will do, for a simulation of it."""
+        shape = self._shape
+        return RolloutPlan(prompt=shape.prompt, turns=tuple(self._turns(command.rollout)))
+
+    def _turns(self, rollout: RolloutId) -> Iterator[tuple[float, int, int]]:
+        """Seconds that the tool before it takes, tokens of its answer, and of the model's."""
+        shape, random = self._shape, Random(key(self._seed, "agent", *rollout))
+        context = shape.prompt
+        for turn in range(max(1, min(40, round(lognormal(random, shape.turns, 0.5))))):
             kind, slow = random.random(), lognormal(random, self._tool_s, 0.6)
-            observed = max(1, min(1024, int(lognormal(random, OBSERVED, 0.8))))
-            sampled = max(1, min(128, int(lognormal(random, SAMPLED, 0.7))))
-            if turn:
-                if len(ids) + observed + sampled > LONGEST:
-                    break
-                await ctx.sleep(0.05 if kind < 0.55 else slow if kind < 0.99 else 10 * self._tool_s)
-                ids += [random.randrange(256) for _ in range(observed)]
-            reply = await model.generate(ids, max_tokens=sampled)
-            ids += reply.token_ids.tolist()
+            observed = max(1, min(1024, int(lognormal(random, shape.observed, 0.8))))
+            sampled = max(1, min(shape.most_sampled, int(lognormal(random, shape.sampled, 0.7))))
+            if not turn:
+                yield 0.0, 0, sampled
+            elif context + observed + sampled > LONGEST:
+                return
+            else:
+                yield 0.05 if kind < 0.55 else slow if kind < 0.99 else 10 * self._tool_s, observed, sampled
+                context += observed
+            context += sampled
+
+    async def rollout(self, task: Any, model: Model, ctx: Context) -> Result:
+        random = Random(key(self._seed, "ids", *ctx.rollout))
+        shared = Random(key(self._seed, "prompt", ctx.rollout.group)) if self._shape.shares_prompt else random
+        ids = [shared.randrange(256) for _ in range(self._shape.prompt)]
+        for wait_s, observed, sampled in self._turns(ctx.rollout):
+            await ctx.sleep(wait_s)
+            ids += [random.randrange(256) for _ in range(observed)]
+            ids += (await model.generate(ids, max_tokens=sampled)).token_ids.tolist()
         return Result(reward=0.0)
+
+
+RULES = GroupRules(env="agents", seq_len=LONGEST)
+
+
+def setup_of(seed: int) -> CoreSetup:
+    """Groups of four, without end: no batch is ever full."""
+    return setup_for(
+        train_env("agents", group_size=4),
+        batch=10**7,
+        max_steps=10**6,
+        dead_group_limit=10**9,
+        seed=seed,
+        seq_len=LONGEST,
+    )
 
 
 @dataclass(slots=True)
@@ -156,29 +204,20 @@ async def run_agents(
     engine: HttpEngine,
     admission: Admission,
     *,
-    tool_s: float,
+    environment: Agents,
     seed: int,
     seconds: float,
     cpu_s: Callable[[], tuple[float, float]],
     poll_s: float,
     pause_at_boundaries: bool = False,
-    group_size: int = 4,
+    journal: MemoryJournal | None = None,
 ) -> Watch:
     """One cell: agents for so many seconds. `cpu_s` reads the CPU time of the server, and how long it waited for one."""
     loop = asyncio.get_running_loop()
-    setup = setup_for(
-        train_env("agents", group_size=group_size),
-        batch=10**7,
-        max_steps=10**6,
-        dead_group_limit=10**9,
-        seed=seed,
-        seq_len=LONGEST,
-    )
-    core, watch = Core(setup, admission), Watch()
+    core, watch = Core(setup_of(seed), admission), Watch()
     inbox = Inbox()
     gates = Gates(inbox)
     engines = {engine.info.id: engine}
-    environment = Agents(tool_s, seed)
     runtime = EnvRuntime(
         environment=environment,
         source=environment.tasks("train"),
@@ -189,7 +228,7 @@ async def run_agents(
     began = loop.time()
     kind = _PausesAtBoundaries if pause_at_boundaries else RolloutRunner
     runner = kind({("train", "agents"): runtime}, engines, gates, lambda: loop.time() - began)
-    rules = EnvProcessing(GroupRules(env="agents", seq_len=LONGEST), builtin("grpo", {}))
+    rules = EnvProcessing(RULES, builtin("grpo", {}))
     trainer = ScriptedTrainer()
     driver = Driver(
         core,
@@ -200,7 +239,7 @@ async def run_agents(
         processor=GroupProcessor({"agents": rules}, Inline()),
         sink=trainer,
         policy=trainer,
-        journal=_NoJournal(),
+        journal=journal or _NoJournal(),
         checkpoints=_NoCheckpoints(),
         packing=BatchSection(seq_len=LONGEST),
         offload=Inline(),

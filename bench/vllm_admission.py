@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from bench._agents import LONGEST, PROMPT, run_agents, window
+from bench._agents import LONGEST, PROMPT, Agents, run_agents, window
 from bench._programs import ProgramCap
 from paceline.core.admission import AdaptiveCap, Admission, Bounds, FixedCap, PredictiveCap
 from paceline.engines.http import Limits, connect
@@ -103,22 +103,24 @@ def make_model(directory: Path) -> None:
 
 
 class Server:
-    """A vLLM under way."""
+    """A server under way, with all its processes."""
 
-    def __init__(self, url: str, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, url: str, pid: int) -> None:
         self.url = url
-        self._process = psutil.Process(process.pid)
+        self._process = psutil.Process(pid)
 
     def cpu_s(self) -> tuple[float, float]:
-        """CPU seconds of all its processes; seconds that the one that computes was ready and had no processor."""
+        """CPU seconds of all its processes; seconds that the thread that computes was ready and had no processor."""
         total, most, waited = 0.0, 0.0, 0.0
         for process in (self._process, *self._process.children(recursive=True)):
             with suppress(psutil.Error, OSError):
                 times = process.cpu_times()
                 total += times.user + times.system
-                ran, delayed, _ = Path(f"/proc/{process.pid}/schedstat").read_text().split()
-                if float(ran) > most:
-                    most, waited = float(ran), float(delayed) / 1e9
+                for thread in process.threads():
+                    path = Path(f"/proc/{process.pid}/task/{thread.id}/schedstat")
+                    ran, delayed, _ = path.read_text().split()
+                    if float(ran) > most:
+                        most, waited = float(ran), float(delayed) / 1e9
         return total, waited
 
     def post(self, path: str) -> None:
@@ -151,7 +153,7 @@ def serving() -> Iterator[Server]:
         try:
             url = f"http://127.0.0.1:{port}"
             _await_up(url, process, log)
-            yield Server(url, process)
+            yield Server(url, process.pid)
         except BaseException:
             print(log.read_text(errors="replace")[-20000:], file=sys.stderr)
             raise
@@ -184,7 +186,7 @@ async def measure(server: Server, name: str, kind: str, seed: int, share: float 
         watch = await run_agents(
             engine,
             controller(kind),
-            tool_s=WAITS[name],
+            environment=Agents(WAITS[name], seed),
             seed=seed,
             seconds=until,
             cpu_s=server.cpu_s,
