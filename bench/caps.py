@@ -58,7 +58,7 @@ class Seen(NamedTuple):
 
 def study_of(job: Job) -> StudyConfig:
     data = load_study(STUDIES / "s5-swe.toml").model_dump()
-    data["study"] |= {"steps": None, "seconds": job.seconds, "skip_seconds": RAMP_S, "sample_s": LOOK_S}
+    data["study"] |= {"seconds": job.seconds, "skip_seconds": RAMP_S, "sample_s": LOOK_S}
     data["engines"]["count"] = 1
     data["batch"]["rollouts"] = 16
     tools = [

@@ -270,7 +270,7 @@ def s8(seeds: int, processes: int) -> list[Row]:
     kinds = ("whole", "split")
     caps_of = {kind: [f"{kind}, fixed {cap}" for cap in (16, 24, 32, 48)] for kind in kinds}
     policies = [name for kind in kinds for name in (*caps_of[kind], f"{kind}, predictive")]
-    cells = run("s8-split", seeds, policies, processes, steps=None, skip_seconds=600)
+    cells = run("s8-split", seeds, policies, processes, skip_seconds=600)
 
     def goodput(policy: str) -> float:
         return mean(cells, policy, "ended_per_s")[0]

@@ -67,6 +67,27 @@ def test_a_study_writes_a_table_and_a_page(tmp_path: Path, capsys: pytest.Captur
     assert "http" not in written
 
 
+@pytest.mark.parametrize(
+    ("ends", "steps", "seconds"),
+    [
+        ("steps = 2", 2, None),
+        ("seconds = 60", None, 60.0),
+        ("steps = 2\nseconds = 60", 2, 60.0),
+        ("", 5, None),
+    ],
+)
+def test_a_run_ends_after_the_steps_or_the_seconds_that_a_study_gives(
+    tmp_path: Path, ends: str, steps: int | None, seconds: float | None
+) -> None:
+    (tmp_path / "small.toml").write_text(SMALL.replace("steps = 2", ends))
+    study = load_study(tmp_path / "small.toml")
+    assert (study.study.most_steps, study.study.seconds) == (steps, seconds)
+    if steps != 5:
+        policy, workload = study.policy[0], study.workload[0]
+        numbers = run_cell(study, policy, workload, 1).numbers
+        assert numbers["steps"] == 2 if seconds is None else numbers["seconds"] <= seconds
+
+
 def test_a_cell_repeats_and_overlapping_takes_less_time(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(SMALL)
     cells = simulate(tmp_path / "small.toml", processes=1)

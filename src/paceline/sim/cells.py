@@ -145,11 +145,12 @@ def run_cell(
     )
     section = study.study
     timeline = Timeline(simulation, section.sample_s) if section.sample_s else None
-    steps = None if section.steps is None else section.skip_steps + section.steps
+    counted = section.most_steps
+    steps = None if counted is None else section.skip_steps + counted
     began = process_time()
     until = inf if section.seconds is None else section.seconds
     before = _Before()
-    if section.skip_seconds and section.steps is None:
+    if section.skip_seconds and counted is None:
         simulation.run(until=section.skip_seconds)
         before = _Before.of(simulation, measure)
     simulation.run(until=until, steps=steps)

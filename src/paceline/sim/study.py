@@ -169,12 +169,12 @@ class StudySection(Section):
     """Seeds; all policies meet the same rollouts under one."""
     first_seed: int = Field(default=1, ge=0)
     """The first of them."""
-    steps: int | None = Field(default=5, ge=1)
-    """Optimizer steps of a run that count; none: until `seconds`."""
+    steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps of a run that count; none: until `seconds`, or 5 where these are not given either."""
     skip_steps: int = Field(default=0, ge=0)
     """Steps before them that do not."""
     seconds: float | None = Field(default=None, gt=0)
-    """Virtual seconds after which a run stops; none: when its steps are taken."""
+    """Virtual seconds after which a run stops at the latest; none: when its steps are taken."""
     skip_seconds: float = Field(default=0.0, ge=0)
     """Seconds that do not count, where a run is measured by time."""
     poll_s: float = Field(default=5.0, gt=0)
@@ -184,11 +184,10 @@ class StudySection(Section):
     zero_signal: bool = False
     """Whether groups whose members have equal rewards are kept out of batches, as in a run; papers count them."""
 
-    @model_validator(mode="after")
-    def _ends(self) -> StudySection:
-        if self.steps is None and self.seconds is None:
-            raise ValueError("a run must end: give steps, seconds, or both")
-        return self
+    @property
+    def most_steps(self) -> int | None:
+        """Steps after which a run ends; None: it ends by its seconds."""
+        return 5 if self.steps is None and self.seconds is None else self.steps
 
 
 class StudyConfig(Section):
