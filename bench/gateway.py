@@ -26,6 +26,7 @@ from paceline.envs.protocol import Environment
 from paceline.envs.recorder import Recorder
 from paceline.ports import GenerateReply, GenerateRequest
 from paceline.runtime.gateway import Gateway
+from paceline.runtime.impossible import ImpossibleWatch
 from paceline.runtime.model import EnvRuntime, ModelCalls
 from paceline.testing.tokens import byte_tokenizer
 from paceline.tokens import Bridge, Conversation, tool, user
@@ -137,6 +138,7 @@ async def _gateway() -> tuple[float, float]:
     source: Any = None
     shared = EnvRuntime(Environment(), source, Limits(), SamplingSection(), Bridge(tokenizer))
     numbers = iter(range(10**6))
+    impossible = ImpossibleWatch(print)
 
     async def measure(programs: _Programs, opening: int, sessions: int, turns: int) -> float:
         """CPU ms a call."""
@@ -154,6 +156,7 @@ async def _gateway() -> tuple[float, float]:
                     asyncio.get_running_loop().time,
                     noise_by_position=True,
                     gateway=gateway,
+                    impossible=impossible,
                 )
                 async with calls.serve() as endpoint:
                     endpoints.append((endpoint.openai_url, endpoint.secret))
