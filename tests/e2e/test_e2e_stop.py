@@ -237,7 +237,7 @@ def test_s79_nothing_is_left_of_a_killed_run_and_it_goes_on_at_once(tmp_path: Pa
 def test_killed_at_any_moment_it_goes_on(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     run = CommandLine(tmp_path, checkpoint__every=2, **LONG)
-    for _ in range(3):
+    for _ in range(2):
         run.when_opened()
         time.sleep(chance.uniform(0, 2.5))
         run.process.kill()

@@ -51,7 +51,7 @@ _IDLE_S = 1000
 """Seconds after which a run in which nothing happens stands still: longer than any pause before a probe."""
 _SHORT = 100
 """Runs with fewer events before their last fault are short: what comes behind it is the same in every run."""
-_MOST_STEPS, _MOST_STEPS_OF_SHORT = 60, 8
+_MOST_STEPS, _MOST_STEPS_OF_SHORT = 60, 4
 _ANY_LAG = ("overlap", "divided", "divided_ahead", "kv_area")
 """Policies that may run ahead as far as their config says."""
 
