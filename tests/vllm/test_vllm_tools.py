@@ -35,7 +35,10 @@ async def test_the_tool_example_trains_on_vllm_and_its_report_tells_tool_waits_f
     for rollout in asked:
         # The first answer to a question, and each after a tool has spoken, goes on from the exact ids.
         assert all(turn.extends for turn in rollout.turns[1:])
-        assert rollout.env_s > 0.9 * WAIT_S * rollout.metrics["tool_calls"]
+        answered = (
+            rollout.metrics["tool_calls"] - rollout.metrics["tool_errors"]
+        )  # a call may be refused at once
+        assert rollout.env_s > 0.9 * WAIT_S * answered
         assert 0 < rollout.model_s < rollout.ended - rollout.started - rollout.env_s + 0.05
     report = (tmp_path / "t" / "report.html").read_text()
     data = json.loads(
