@@ -5,12 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from paceline.core.admission import Admission, Holdings
 from paceline.domain import commands as do
-from paceline.domain.ids import EngineId
-from paceline.domain.load import EngineLoad
 from paceline.ports import GenerateRequest
 from paceline.testing import ScriptedEngine, ScriptedEnv, run_driver, setup_for, train_env
+from paceline.testing.halving import Halves
 from paceline.testing.tokens import byte_tokenizer
 
 TEXT = "twenty-four characters.."
@@ -30,32 +28,10 @@ def engine() -> ScriptedEngine:
     return ScriptedEngine(answer=rest, seconds=lambda request: 0.5 * (len(rest(request)) + 1))
 
 
-class Halves(Admission):
-    """Takes half of what runs off at every third reading."""
-
-    def __init__(self) -> None:
-        self.readings = 0
-
-    def observe(self, engine: Holdings, load: EngineLoad | None, now: float) -> None:
-        self.readings += 1
-
-    def cap(self, engine: EngineId) -> int:
-        return 2 if self.readings % 3 == 0 else 4
-
-    def room(self, engine: EngineId, active: int) -> int:
-        return self.cap(engine) - active
-
-    def to_park(self, engine: EngineId, active: int) -> int:
-        return max(0, active - self.cap(engine))
-
-    def reason(self, engine: EngineId) -> str:
-        return "half of them"
-
-
 def test_parked_calls_are_aborted_and_go_on_token_for_token() -> None:
     setup = setup_for(train_env(group_size=2), batch=4, max_steps=2, seq_len=512)
     run = run_driver(
-        setup, {"env": ScriptedEnv()}, engines=[engine()], admission=Halves(), poll_s=1.7, max_seconds=5000
+        setup, {"env": ScriptedEnv()}, engines=[engine()], admission=Halves(4), poll_s=1.7, max_seconds=5000
     )
     assert run.commands(do.ParkRollout)
     assert len(run.engines["e0"].aborts) > 0

@@ -13,15 +13,13 @@ import pytest
 from vllm_kit import POLICY, PROMPT, Reference, Server, assert_same, engine_on, request
 
 from paceline.config import BatchSection, Limits, SamplingSection
-from paceline.core.admission import Admission, FixedCap, Holdings
+from paceline.core.admission import Admission, FixedCap
 from paceline.core.advantages import builtin
 from paceline.core.processing import GroupRules
 from paceline.core.scheduler import Core
 from paceline.core.setup import CoreSetup
 from paceline.domain import commands as do
 from paceline.domain import events as on
-from paceline.domain.ids import EngineId
-from paceline.domain.load import EngineLoad
 from paceline.domain.rollout import Rollout
 from paceline.engines.http import HttpEngine
 from paceline.envs.protocol import Context, EndlessTasks, Environment, Model, Result
@@ -34,6 +32,7 @@ from paceline.runtime.offload import Inline
 from paceline.runtime.processor import EnvProcessing, GroupProcessor
 from paceline.runtime.runner import RolloutRunner
 from paceline.testing import ScriptedTrainer, setup_for, train_env
+from paceline.testing.halving import Halves
 from paceline.testing.run import MemoryJournal
 from paceline.tokens import Bridge
 from paceline.tokens.marks import first_mark
@@ -167,34 +166,12 @@ async def test_a_stop_string_ends_a_turn_wherever_its_requests_are_cut(
 # ---- parking
 
 
-class Halves(Admission):
-    """Takes half of what runs off at every third reading."""
-
-    def __init__(self) -> None:
-        self.readings = 0
-
-    def observe(self, engine: Holdings, load: EngineLoad | None, now: float) -> None:
-        self.readings += 1
-
-    def cap(self, engine: EngineId) -> int:
-        return 3 if self.readings % 3 == 0 else 6
-
-    def room(self, engine: EngineId, active: int) -> int:
-        return self.cap(engine) - active
-
-    def to_park(self, engine: EngineId, active: int) -> int:
-        return max(0, active - self.cap(engine))
-
-    def reason(self, engine: EngineId) -> str:
-        return "half of them"
-
-
 @pytest.mark.usefixtures("endless")
 async def test_parked_rollouts_keep_their_tokens_and_go_on_exactly_also_under_new_weights(
     engine: HttpEngine, weights: list[Path], references: list[Reference]
 ) -> None:
     setup = setup_for(train_env(group_size=2), batch=4, lag=2, max_steps=2, seq_len=SEQ_LEN)
-    journal = await run(engine, OneCall(), setup, SamplingSection(max_tokens=TOKENS), Halves(), weights)
+    journal = await run(engine, OneCall(), setup, SamplingSection(max_tokens=TOKENS), Halves(6), weights)
     commands = [command for _, _, made in journal.entries for command in made]
     parked = {c.rollout for c in commands if isinstance(c, do.ParkRollout)}
     assert len(parked) > 2

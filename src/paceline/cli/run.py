@@ -339,7 +339,7 @@ def _write_report(run_dir: Path, within_s: float | None) -> None:
     """The report is a fold over the journal: if it cannot be made, the run stands all the same."""
     from paceline.cli.report import make_report
     from paceline.journal.files import file_numbers
-    from paceline.testing.alarm import StillRunning, ends_within
+    from paceline.runtime.alarm import StillRunning, ends_within
 
     if not file_numbers(run_dir, "log"):
         return  # it ended before anything happened

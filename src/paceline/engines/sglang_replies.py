@@ -15,7 +15,16 @@ from paceline.domain.ids import Version
 from paceline.domain.rollout import Finish
 from paceline.engines.http.link import LinkLost
 from paceline.engines.http.retry import is_transient
-from paceline.engines.http.wire import Span, checked, error_text, excerpt, lenient, version_of, version_runs
+from paceline.engines.http.wire import (
+    Span,
+    checked,
+    error_text,
+    event_of,
+    excerpt,
+    lenient,
+    version_of,
+    version_runs,
+)
 from paceline.errors import EngineError
 from paceline.ports import GenerateReply
 
@@ -99,12 +108,7 @@ class Heard:
         self.is_begun = True
         if data == b"[DONE]":
             return
-        try:
-            event = _events.decode(data)
-        except msgspec.DecodeError as error:
-            raise EngineError(
-                f"the engine's stream cannot be read: {error} (it says {excerpt(data)!r})"
-            ) from None
+        event = event_of(_events, data)
         if event.error is not None:
             _give_up(_code_of(event.error), error_text(data))
         if event.meta_info is None:

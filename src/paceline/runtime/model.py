@@ -169,9 +169,9 @@ class ModelCalls:
         self._keep = keep
         self._on_record_end = on_record_end
         self._requests = 0
+        """Engine requests that sampled something, those of earlier lives included."""
         self._sampled_crc = 0
         """Of what it has sampled so far, its record included, where parts are kept."""
-        """Engine requests that sampled something, those of earlier lives included."""
         self._record_left: Record | None = None
         """What of its record the rollout has still before it."""
         self._mark = ""

@@ -25,8 +25,8 @@ from paceline.envs.protocol import Environment, TaskSource
 from paceline.envs.registry import tasks_of
 from paceline.envs.surroundings import InRun
 from paceline.errors import ConfigError, said_by
+from paceline.runtime.alarm import StillRunning, ends_within
 from paceline.runtime.doctor import Finding
-from paceline.testing.alarm import StillRunning, ends_within
 from paceline.testing.play import play
 
 ANSWERS: Final = ("", "yes", "42", "a\n\nb", "é中\U0001f600", "<think>\nno\n</think>\n7", "{", "x" * 400)

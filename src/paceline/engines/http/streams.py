@@ -20,8 +20,8 @@ from paceline.engines.http.wire import (
     Span,
     Usage,
     error_text,
+    event_of,
     exact,
-    excerpt,
     logprobs_of,
 )
 from paceline.errors import EngineError
@@ -67,12 +67,7 @@ class Heard:
         self.is_begun = True
         if data == b"[DONE]":
             return
-        try:
-            part = _decoder.decode(data)
-        except msgspec.DecodeError as error:
-            raise EngineError(
-                f"the engine's stream cannot be read: {error} (it says {excerpt(data)!r})"
-            ) from None
+        part = event_of(_decoder, data)
         if part.error is not None:
             raise LinkLost(f"it broke the stream off: {error_text(data)}", arrived=True)
         self._usage = part.usage or self._usage

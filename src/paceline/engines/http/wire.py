@@ -306,6 +306,16 @@ def lenient(body: bytes, error: msgspec.DecodeError, kind: type[_T]) -> _T:
         ) from None
 
 
+def event_of(decoder: msgspec.json.Decoder[_T], data: bytes) -> _T:
+    """One event of a stream. EngineError for what cannot be read."""
+    try:
+        return decoder.decode(data)
+    except msgspec.DecodeError as error:
+        raise EngineError(
+            f"the engine's stream cannot be read: {error} (it says {excerpt(data)!r})"
+        ) from None
+
+
 def excerpt(body: bytes, limit: int = 200) -> str:
     """The start of a body, on one line, for error messages."""
     text = " ".join(body[: 4 * limit].decode("utf-8", "replace").split())

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from paceline.testing.alarm import StillRunning, ends_within
+from paceline.runtime.alarm import StillRunning, ends_within
 
 
 def _runs_on() -> None:
