@@ -120,3 +120,11 @@ def is_full(error: BaseException) -> bool:
     return os.strerror(errno.ENOSPC) in str(error) or (
         error.__context__ is not None and is_full(error.__context__)
     )
+
+
+def full_in_words(error: BaseException) -> str:
+    """What an error that `is_full` says, with the system's words for it in front where it has others."""
+    words = os.strerror(errno.ENOSPC)
+    if isinstance(error, OSError) or words in str(error):
+        return str(error)
+    return f"{words} ({error})"

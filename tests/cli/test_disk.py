@@ -175,3 +175,20 @@ def test_how_a_run_ended_is_told_when_its_disk_is_gone(
     status = read_status(tmp_path)
     assert status is not None
     assert status.exit_code == 1
+
+
+def test_a_library_that_speaks_of_a_position_when_the_disk_is_full_is_put_into_the_systems_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "RETRY_S", 0.01)
+    told: list[str] = []
+
+    def write() -> None:
+        try:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            raise RuntimeError("unexpected pos 6068800 vs 6068688")
+
+    with pytest.raises(RuntimeError, match="unexpected pos"):
+        paceline.write_with_room(tmp_path, "weights v7", write, stop=lambda: bool(told), tell=told.append)
+    assert told == ["No space left on device (unexpected pos 6068800 vs 6068688)"]

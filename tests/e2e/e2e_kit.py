@@ -70,7 +70,9 @@ class CommandLine:
         self.run_dir = root / "t"
         config = root / "empty.toml"
         config.touch()
-        self._out, self._err = root / "stdout.txt", root / "stderr.txt"
+        # Each process its own: two of one run directory may be alive at a time.
+        life = sum(1 for _ in root.glob("stderr-*.txt"))
+        self._out, self._err = root / f"stdout-{life}.txt", root / f"stderr-{life}.txt"
         command = [
             sys.executable,
             "-m",
@@ -117,7 +119,7 @@ class CommandLine:
         """The process of its own that runs this module: the leader of its group."""
         return next(c for c in self.children() if module in c.cmdline() and os.getpgid(c.pid) == c.pid)
 
-    def when(self, happens: Callable[[], bool], within_s: float = 60.0) -> None:
+    def when(self, happens: Callable[[], bool], within_s: float = 240.0) -> None:
         deadline = time.monotonic() + within_s
         while not happens():
             assert self.process.poll() is None, f"it ended with {self.process.returncode}:\n{self.said}"

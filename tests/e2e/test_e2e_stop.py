@@ -320,7 +320,6 @@ def test_one_run_directory_is_run_by_one_process(tmp_path: Path) -> None:
     run.when(lambda: run.run_dir.exists() and psutil.Process(run.process.pid).children() != [])
     other = resume(tmp_path, **LONG)
     assert other.process.wait(30) == 2
-    # Its own words: it has begun the file anew.
     assert "is being run by another process" in other.said
     run.interrupt(signal.SIGTERM)
     assert run.end(within_s=10) == 0

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.errors import WireError, is_full
+from paceline.errors import WireError, full_in_words, is_full
 from paceline.transport.layout import TRAINER_WAITS, replace_file
 
 RETRY_S = 1.0
@@ -51,10 +51,11 @@ def write_with_room(
             except Exception as error:
                 if not is_full(error) or (stop is not None and stop()):
                     raise
+                why = full_in_words(error)
                 if not told and tell is not None:
-                    tell(str(error))
+                    tell(why)
                 told = True
-                _say(place, TrainerWaits(what=what, why=str(error)))
+                _say(place, TrainerWaits(what=what, why=why))
                 time.sleep(RETRY_S)
             else:
                 return
