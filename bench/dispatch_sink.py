@@ -43,7 +43,7 @@ from paceline.domain.rollout import COMPLETED, Rollout, Turn
 from paceline.journal.writer import FileJournal
 from paceline.observe.monitor import Monitor
 from paceline.observe.run import RunFolds
-from paceline.ports import Published
+from paceline.ports import Published, Shipment
 from paceline.runtime.driver import Driver
 from paceline.runtime.inbox import Gates, Inbox
 from paceline.runtime.offload import Threads
@@ -140,10 +140,10 @@ class Sink:
         self.files = files
         self.published: asyncio.Queue[int] = asyncio.Queue()
 
-    async def ship(self, packed: PackedBatch) -> int:
-        size = 0 if self.files is None else await self.files.ship(packed)
+    async def ship(self, packed: PackedBatch) -> Shipment:
+        shipped = Shipment(0) if self.files is None else await self.files.ship(packed)
         self.published.put_nowait(packed.batch.step)
-        return size
+        return shipped
 
     async def next(self) -> Published:
         step = await self.published.get()

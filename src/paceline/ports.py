@@ -7,7 +7,7 @@ scripted one of each.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -112,11 +112,19 @@ class WeightCheck(Protocol):
         ...
 
 
+class Shipment(NamedTuple):
+    """A batch as it lies where the trainer finds it."""
+
+    nbytes: int
+    digests: tuple[str, ...] = ()
+    """Of each rank's part, in hex: equal ones are equal batches. Empty where a sink has none."""
+
+
 class BatchSink(Protocol):
     """Where batches go."""
 
-    async def ship(self, packed: PackedBatch) -> int:
-        """Make the batch durable for the trainer; returns its bytes. Raises TrainerError or WireError."""
+    async def ship(self, packed: PackedBatch) -> Shipment:
+        """Make the batch durable for the trainer. Raises TrainerError or WireError."""
         ...
 
 

@@ -10,14 +10,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from e2e_kit import CommandLine, acknowledged, gone, numbers, records
-from made_again import batches_of, files_of
+from e2e_kit import CommandLine, acknowledged, events, gone, numbers, records
 
 from paceline.cli.main import main
-from paceline.config import RunConfig
-from paceline.config.load import load
 from paceline.domain import events as on
 from paceline.domain.commands import FinishRun, ReportEval, ShipBatch
+from paceline.transport.filesystem import digest_of
 from paceline.transport.layout import rank_file
 
 pytestmark = pytest.mark.torch
@@ -337,11 +335,10 @@ def test_each_life_is_decided_again_with_its_own_config(
     assert main(["replay", str(again.run_dir)]) == 0
     assert "of 2 lives, no divergence" in capsys.readouterr().out
     # What was shipped is what the recorded rollouts give, bit for bit.
-    settings = load(RunConfig, [again.run_dir / "config.toml"]).value.batch
-    made = {batch.step: files_of(batch, settings, again.status.run_id) for batch in batches_of(again.run_dir)}
-    assert sorted(made) == [1, 2, 3, 4]
-    for step, files in made.items():
-        assert files == [rank_file(again.run_dir, step, 0).read_bytes()]
+    assert main(["replay", str(again.run_dir), "--batches"]) == 0
+    assert capsys.readouterr().out == "4 batches are the same to the byte\n"
+    for shipped in events(again.run_dir, on.BatchShipped):
+        assert shipped.digests == (digest_of(rank_file(again.run_dir, shipped.step, 0)),)
     kept = again.run_dir / "configs" / "000001.toml"
     kept.write_bytes((again.run_dir / "config.toml").read_bytes())
     assert main(["replay", str(again.run_dir)]) == 1, "the first life had another config"
@@ -349,4 +346,9 @@ def test_each_life_is_decided_again_with_its_own_config(
     assert main(["replay", str(again.run_dir)]) == 0
     told = capsys.readouterr().out
     assert "were not decided again: its config" in told
+    assert main(["replay", str(again.run_dir), "--batches"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"batches 1 to 2 were not made again: {kept}, which says how it was packed, is gone",
+        "2 batches are the same to the byte",
+    ]
     assert "of 1 life, no divergence" in told

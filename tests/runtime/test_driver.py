@@ -34,7 +34,7 @@ from paceline.errors import (
     TrainerError,
 )
 from paceline.journal.lines import line_of
-from paceline.ports import GenerateRequest
+from paceline.ports import GenerateRequest, Shipment
 from paceline.runtime.driver import ComponentFailed
 from paceline.testing import (
     Controls,
@@ -179,7 +179,7 @@ def test_nothing_follows_from_a_record_before_it_is_durable() -> None:
         return await one_call(task, model, ctx)
 
     class Trainer(ScriptedTrainer):
-        async def ship(self, packed: PackedBatch) -> int:
+        async def ship(self, packed: PackedBatch) -> Shipment:
             if not disk.has(do.ShipBatch, lambda c: c.batch.step == packed.batch.step):
                 too_soon.append(f"batch {packed.batch.step} was shipped")
             return await super().ship(packed)

@@ -13,6 +13,7 @@ from paceline.core.waits import waits
 from paceline.domain import commands as do
 from paceline.domain import events as on
 from paceline.domain.batch import PackedBatch
+from paceline.ports import Shipment
 from paceline.runtime.room import NoRoom, Room
 from paceline.testing import (
     Controls,
@@ -97,7 +98,7 @@ class Full(ScriptedTrainer):
         super().__init__()
         self._left = times
 
-    async def ship(self, packed: PackedBatch) -> int:
+    async def ship(self, packed: PackedBatch) -> Shipment:
         if self._left:
             self._left -= 1
             raise FULL

@@ -23,7 +23,8 @@ from paceline.domain.batch import PackedBatch
 from paceline.errors import ConfigError, TrainerError, WireError
 from paceline.ports import Published
 from paceline.transport import layout
-from paceline.transport.filesystem import FilesystemBatches, FilesystemPolicy
+from paceline.transport.filesystem import FilesystemBatches, FilesystemPolicy, digest_of
+from paceline.transport.layout import rank_file
 from paceline.transport.reader import BatchTimeout, ReceivedBatch, publish_weights, read_batches
 from paceline.transport.status import finish, open_run, read_status
 from transport.batches import packed
@@ -69,11 +70,12 @@ def run_dir(tmp_path: Path) -> Path:
 
 async def test_a_shipped_batch_is_read_by_every_rank(run_dir: Path) -> None:
     sent = batch(1)
-    nbytes = await FilesystemBatches(run_dir, RUN).ship(sent)
-    assert nbytes == sum(path.stat().st_size for path in (run_dir / "batches/step_000001").iterdir())
+    shipped = await FilesystemBatches(run_dir, RUN).ship(sent)
+    assert shipped.nbytes == sum(path.stat().st_size for path in (run_dir / "batches/step_000001").iterdir())
     for rank in (0, 1):
         (got,) = read(run_dir, rank=rank)
         assert (got.step, got.trains, got.rank, got.ranks, got.run_id) == (1, 0, rank, 2, RUN)
+        assert digest_of(rank_file(run_dir, 1, rank)) == shipped.digests[rank]
         ids = [m.token_ids.tolist() for m in got.micro_batches]
         assert ids == [m.token_ids.tolist() for m in sent.ranks[rank]]
 

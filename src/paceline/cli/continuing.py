@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from paceline.cli.resume import Resumption
-from paceline.core.parts import UnderWay, may_go_on
-from paceline.core.recovery import lost_rollout
+from paceline.core.parts import UnderWay, lost_rollout, may_go_on
 from paceline.domain.ids import EnvName, RolloutId
 from paceline.domain.part import Part
 from paceline.domain.rollout import Rollout

@@ -1,4 +1,5 @@
-"""`paceline replay RUN`: the journal's events decided again, and compared with what was decided. See `docs/recovery.md`."""
+"""`paceline replay RUN`: the journal's events decided again, and compared with what was decided; with `--batches`, its batches
+made again. See `docs/recovery.md`."""
 
 from __future__ import annotations
 
@@ -32,10 +33,17 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="run directory")
+    parser.add_argument(
+        "--batches",
+        action="store_true",
+        help="make every batch again from the recorded rollouts instead, and compare the bytes",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of sentences")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.batches:
+        return _make_batches(args)
     from paceline.cli.rundir import config_file
 
     makers: dict[Path, Callable[[], Core]] = {}
@@ -54,6 +62,16 @@ def run(args: argparse.Namespace) -> int:
     if not report.records:
         raise ConfigError(f"{args.run}: no record could be decided again")
     return 1 if report.divergence is not None else 0
+
+
+def _make_batches(args: argparse.Namespace) -> int:
+    from paceline.cli import remade
+
+    found = remade.remade(args.run)
+    print(json.dumps(remade.as_json(found)) if args.json else printable(remade.told(found)))
+    if not found.same and found.differs is None:
+        raise ConfigError(f"{args.run}: no batch could be made again")
+    return 1 if found.differs is not None else 0
 
 
 class RecordedRun:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -53,6 +53,29 @@ class Cost(msgspec.Struct, frozen=True):
 
 
 DEFAULT_COST = Cost()
+
+
+class PackSettings(Protocol):
+    """What packing needs to know (`BatchSection` has it)."""
+
+    @property
+    def seq_len(self) -> int: ...
+    @property
+    def micro_batch_tokens(self) -> int | None: ...
+    @property
+    def data_parallel(self) -> int: ...
+    @property
+    def pad_to_multiple_of(self) -> int: ...
+
+
+def pack_as(settings: PackSettings, batch: Batch) -> PackedBatch:
+    """`pack`, as a run's settings have it."""
+    return pack(
+        batch,
+        ranks=settings.data_parallel,
+        micro_batch_tokens=settings.micro_batch_tokens or settings.seq_len,
+        pad_to_multiple_of=settings.pad_to_multiple_of,
+    )
 
 
 def pack(

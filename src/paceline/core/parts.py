@@ -12,6 +12,7 @@ import msgspec
 
 from paceline.domain.ids import RolloutId, Version, parse_rollout_id
 from paceline.domain.part import Part, sampled_crc
+from paceline.domain.rollout import Outcome, Rollout
 from paceline.domain.task import TaskRef
 
 
@@ -120,3 +121,9 @@ def may_go_on(parts: Sequence[Part], *, is_replayable: bool) -> bool:
     """Whether an environment may be run again over these parts: it says so, or has heard no answer yet, and then runs
     as it would for a retry."""
     return is_replayable or not parts or (parts[-1].turn == 0 and parts[-1].finish == "abort")
+
+
+def lost_rollout(rollout: RolloutId, task: TaskRef, at: float) -> Rollout:
+    """The terminal record of an attempt that the end of the orchestrator cut off."""
+    why = "the orchestrator ended while it ran"
+    return Rollout(id=rollout, task=task, outcome=Outcome("failed", "restart", why), started=at, ended=at)

@@ -32,7 +32,7 @@ from paceline.domain.commands import Command
 from paceline.domain.events import Event
 from paceline.domain.group import ClosedGroup
 from paceline.domain.ids import EnvName, GroupId, RolloutId, Version, parse_rollout_id
-from paceline.domain.rollout import Outcome, Rollout
+from paceline.domain.rollout import Rollout
 from paceline.domain.sample import Sample
 from paceline.domain.task import TaskRef
 from paceline.errors import PacelineError
@@ -454,9 +454,8 @@ class Recovery:
     ) -> list[do.ProcessGroup | do.ShipBatch]:
         """What was commanded and not answered: to be carried out again, in this order."""
         commands: list[do.ProcessGroup | do.ShipBatch] = []
-        for step, taken in sorted(self._shipping.items()):
-            samples = [s for rollout, entry in taken for s in _samples(rollout, entry, rollouts, extras)]
-            batch = Batch(step, tuple(samples), tuple([rollout for rollout, _ in taken]))
+        for step in sorted(self._shipping):
+            batch = self.batch(step, rollouts, extras)
             commands.append(do.ShipBatch(batch, "it was being shipped when the run ended"))
         for group in self._processing.values():
             closed = ClosedGroup(
@@ -470,6 +469,14 @@ class Recovery:
             )
             commands.append(do.ProcessGroup(closed, "it was being processed when the run ended"))
         return commands
+
+    def batch(
+        self, step: int, rollouts: Mapping[RolloutId, Rollout], extras: Mapping[RolloutId, Extras]
+    ) -> Batch:
+        """One that was cut and not reported shipped. CannotFold as `state`."""
+        taken = self._shipping[step]
+        samples = [s for each, entry in taken for s in _samples(each, entry, rollouts, extras)]
+        return Batch(step, tuple(samples), tuple([each for each, _ in taken]))
 
     def state(
         self, rollouts: Mapping[RolloutId, Rollout], extras: Mapping[RolloutId, Extras]
@@ -512,12 +519,6 @@ class Recovery:
 
     def _account_of(self, task: TaskRef) -> StreamAccount:
         return self._account.of(task.split, task.env)
-
-
-def lost_rollout(rollout: RolloutId, task: TaskRef, at: float) -> Rollout:
-    """The terminal record of an attempt that the end of the orchestrator cut off."""
-    why = "the orchestrator ended while it ran"
-    return Rollout(id=rollout, task=task, outcome=Outcome("failed", "restart", why), started=at, ended=at)
 
 
 def _samples(

@@ -150,6 +150,8 @@ class BatchShipped(msgspec.Struct, frozen=True, gc=False, tag=True):
     bytes: int
     pack_s: float
     send_s: float
+    digests: tuple[str, ...] = ()
+    """Of each rank's file, in hex; empty in journals that did not say, and from sinks that have none."""
 
 
 class StepTrained(msgspec.Struct, frozen=True, gc=False, tag=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from paceline.domain.ids import RolloutId
 from paceline.domain.rollout import Rollout
 from paceline.errors import WireError
 from paceline.journal.files import FOLDERS, file_numbers, has_later, read_frames
-from paceline.journal.frames import EXTRAS, RECORDS, ROLLOUTS
+from paceline.journal.frames import EXTRAS, RECORDS, ROLLOUTS, Frame
 from paceline.journal.lines import Restorer
 from paceline.journal.packing import Extra, Unpacker
 
@@ -103,6 +103,72 @@ def read_extras(
             for rollout, number, extra in unpacker.extras(frame.payload, f"{path} at byte {frame.offset}"):
                 found.setdefault(rollout, {})[number] = extra
     return found
+
+
+class TokenReader:
+    """Tokens of some rollouts, read as far as the log has been: for folds that need them in its order.
+
+    Who forgets what it has used holds in memory no more than what is still needed, however long the run.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | str,
+        wanted: Collection[RolloutId],
+        *,
+        on_note: Callable[[str], None] = _log.warning,
+    ) -> None:
+        self._wanted = wanted
+        self._unpacker = Unpacker()
+        self._expected = 0
+        # Apart, since in a commit the advantages come behind the rollouts, which are of later records, too.
+        self._pulls = [
+            _Pull(read_frames(Path(run_dir), "rollouts", on_note=on_note), kind, take)
+            for kind, take in ((ROLLOUTS, self._rollouts), (EXTRAS, self._extras))
+        ]
+        self.rollouts: dict[RolloutId, Rollout] = {}
+        """Those that were read. One that ran again after a resume has replaced its earlier self."""
+        self.extras: dict[RolloutId, dict[int, Extra]] = {}
+        """As `read_extras` has them."""
+
+    def read_to(self, seq: int) -> None:
+        """Read what records up to this one tell of, and maybe a little more: a frame is read whole."""
+        for pull in self._pulls:
+            pull.to(seq)
+
+    def forget(self, rollouts: Iterable[RolloutId]) -> None:
+        for rollout in rollouts:
+            self.rollouts.pop(rollout, None)
+            self.extras.pop(rollout, None)
+
+    def _rollouts(self, frame: Frame, where: str) -> None:
+        if frame.first_seq >= self._expected:  # else it is the same again, after the disk had failed
+            self._expected = frame.last_seq + 1
+            self.rollouts.update(
+                {r.id: r for r in self._unpacker.rollouts(frame.payload, where, self._wanted)}
+            )
+
+    def _extras(self, frame: Frame, where: str) -> None:
+        for rollout, number, extra in self._unpacker.extras(frame.payload, where):
+            if rollout in self._wanted:
+                self.extras.setdefault(rollout, {})[number] = extra
+
+
+class _Pull:
+    """Frames of one kind, taken as far as the log has been."""
+
+    def __init__(
+        self, frames: Iterator[tuple[Path, Frame]], kind: int, take: Callable[[Frame, str], None]
+    ) -> None:
+        self._frames = ((path, frame) for path, frame in frames if frame.kind == kind)
+        self._take = take
+        self._next = next(self._frames, None)
+
+    def to(self, seq: int) -> None:
+        while self._next is not None and self._next[1].first_seq <= seq:
+            path, frame = self._next
+            self._take(frame, f"{path} at byte {frame.offset}")
+            self._next = next(self._frames, None)
 
 
 def _require(root: Path) -> None:

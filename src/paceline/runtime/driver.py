@@ -20,7 +20,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any, Literal, Protocol, TypeAlias
 
-from paceline.core.packing import pack
+from paceline.core.packing import PackSettings, pack_as
 from paceline.core.scheduler import Core
 from paceline.domain import commands as do
 from paceline.domain import events as on
@@ -60,19 +60,6 @@ class CheckpointStore(Protocol):
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Write durably and atomically; called in a worker thread."""
         ...
-
-
-class PackSettings(Protocol):
-    """What packing needs to know (`BatchSection` has it)."""
-
-    @property
-    def seq_len(self) -> int: ...
-    @property
-    def micro_batch_tokens(self) -> int | None: ...
-    @property
-    def data_parallel(self) -> int: ...
-    @property
-    def pad_to_multiple_of(self) -> int: ...
 
 
 class ComponentFailed(PacelineError):
@@ -418,23 +405,17 @@ class Driver:
 
     async def _ship_batches(self) -> None:
         """Pack and ship one batch after the other: the trainer must find them in order."""
-        settings = self._packing
         while True:
             batch = (await self._ships.get()).batch
             began = self.clock()
-            packed = await self._offload.run(
-                pack,
-                batch,
-                ranks=settings.data_parallel,
-                micro_batch_tokens=settings.micro_batch_tokens or settings.seq_len,
-                pad_to_multiple_of=settings.pad_to_multiple_of,
-            )
+            packed = await self._offload.run(pack_as, self._packing, batch)
             # What a trainer can see must not be forgotten: a resumed run would make another batch of this number.
             await self._journal.flush()
             packed_at = self.clock()
-            size = await self._insist(f"batch {batch.step}", partial(self._sink.ship, packed))
+            shipped = await self._insist(f"batch {batch.step}", partial(self._sink.ship, packed))
             self._trainer.shipped(batch.step)
-            self._inbox.post(on.BatchShipped(batch.step, size, packed_at - began, self.clock() - packed_at))
+            took = (packed_at - began, self.clock() - packed_at)
+            self._inbox.post(on.BatchShipped(batch.step, shipped.nbytes, *took, shipped.digests))
 
     async def _watch_policy(self) -> None:
         while True:

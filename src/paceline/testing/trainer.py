@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from paceline.domain.batch import PackedBatch
-from paceline.ports import Published
+from paceline.ports import Published, Shipment
 
 
 class ScriptedTrainer:
@@ -31,7 +31,7 @@ class ScriptedTrainer:
         for step in owed:
             self._steps.put_nowait(step)
 
-    async def ship(self, packed: PackedBatch) -> int:
+    async def ship(self, packed: PackedBatch) -> Shipment:
         step = packed.batch.step
         await asyncio.sleep(self._ship_s)
         error = self._ship_error(step)
@@ -39,7 +39,7 @@ class ScriptedTrainer:
             raise error
         self.batches.append(packed)
         self._steps.put_nowait(step)
-        return 10 * packed.batch.tokens
+        return Shipment(10 * packed.batch.tokens)
 
     async def next(self) -> Published:
         step = await self._steps.get()

@@ -20,9 +20,9 @@ import numpy as np
 
 from paceline.core.admission import Admission, FixedCap
 from paceline.core.advantages import Algorithm, builtin
-from paceline.core.parts import may_go_on
+from paceline.core.parts import lost_rollout, may_go_on
 from paceline.core.processing import GroupRules, broken_group, process_group
-from paceline.core.recovery import Recovery, lost_rollout
+from paceline.core.recovery import Recovery
 from paceline.core.scheduler import Core
 from paceline.core.scheduling import Scheduling
 from paceline.core.setup import CoreSetup

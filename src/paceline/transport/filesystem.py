@@ -17,7 +17,7 @@ import msgspec
 from paceline.domain.batch import PackedBatch
 from paceline.domain.ids import Version
 from paceline.errors import TrainerError, WireError
-from paceline.ports import Published
+from paceline.ports import Published, Shipment
 from paceline.transport.encode import Encoded, encode
 from paceline.transport.frame import PREFIX_BYTES, read_prefix
 from paceline.transport.layout import (
@@ -53,11 +53,11 @@ class FilesystemBatches:
         self._run_id = run_id
         self._keep = keep
 
-    async def ship(self, packed: PackedBatch) -> int:
-        """Make a batch durable for every rank; returns its bytes. WireError if another one is there already."""
+    async def ship(self, packed: PackedBatch) -> Shipment:
+        """Make a batch durable for every rank. WireError if another one is there already."""
         return await asyncio.to_thread(self._ship, packed)
 
-    def _ship(self, packed: PackedBatch) -> int:
+    def _ship(self, packed: PackedBatch) -> Shipment:
         step = packed.batch.step
         ranks = [encode(packed, rank, run_id=self._run_id) for rank in range(len(packed.ranks))]
         if batch_dir(self._root, step).is_dir():
@@ -70,7 +70,7 @@ class FilesystemBatches:
 
             commit_directory(batch_dir(self._root, step), fill)
         self._forget_acknowledged()
-        return sum(encoded.nbytes for encoded in ranks)
+        return Shipment(sum(encoded.nbytes for encoded in ranks), tuple(encoded.digest for encoded in ranks))
 
     def _compare(self, step: int, ranks: list[Encoded]) -> None:
         folder = batch_dir(self._root, step)
@@ -78,9 +78,7 @@ class FilesystemBatches:
         if there != len(ranks):
             raise WireError(f"{folder} holds {there} ranks, the batch to ship has {len(ranks)}: {_REMEDY}")
         for rank, encoded in enumerate(ranks):
-            path = rank_file(self._root, step, rank)
-            with open(path, "rb") as file:
-                found = read_prefix(file.read(PREFIX_BYTES), name=str(path)).digest
+            found = digest_of(path := rank_file(self._root, step, rank))
             if found != encoded.digest:
                 raise WireError(
                     f"{path} has content {found[:16]}…, the batch to ship {encoded.digest[:16]}…: {_REMEDY}"
@@ -92,6 +90,12 @@ class FilesystemBatches:
             for step in steps_in(self._root / BATCHES):
                 if step <= acknowledged[-1] - self._keep:
                     remove(batch_dir(self._root, step))
+
+
+def digest_of(path: Path) -> str:
+    """What a rank's file says that it holds. WireError if it is none."""
+    with open(path, "rb") as file:
+        return read_prefix(file.read(PREFIX_BYTES), name=str(path)).digest
 
 
 _REMEDY = (

@@ -1,0 +1,209 @@
+"""`paceline replay RUN --batches`: every batch made again from the recorded rollouts. See `docs/recovery.md`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from paceline.cli.replay import RecordedRun, config_at
+from paceline.cli.rundir import config_file
+from paceline.config import RunConfig
+from paceline.core.packing import pack_as
+from paceline.core.recovery import EMPTY, CannotFold, Recovery
+from paceline.domain.batch import Batch
+from paceline.domain.commands import ShipBatch
+from paceline.domain.events import BatchShipped, RunOpened
+from paceline.domain.ids import RolloutId
+from paceline.journal import Record, read_journal
+from paceline.journal.files import dropped_before
+from paceline.journal.reader import TokenReader
+from paceline.transport.encode import encode
+from paceline.transport.filesystem import digest_of
+from paceline.transport.layout import batch_dir, rank_file
+
+
+class Differs(NamedTuple):
+    """A rank's file that is not made again as it was."""
+
+    step: int
+    rank: int
+    shipped: str
+    """Hash of what was shipped, in hex; empty where that had fewer ranks."""
+    made: str
+    """Of what is made now; empty where that has fewer ranks."""
+
+
+class NotMade(NamedTuple):
+    step: int
+    why: str
+
+
+class Remade(NamedTuple):
+    """What came of it."""
+
+    same: int
+    """Batches that are the same to the byte."""
+    differs: Differs | None
+    """The first that is not: what follows was not looked at."""
+    not_made: tuple[NotMade, ...]
+
+
+class _CannotMake(Exception):
+    """Why a batch cannot be made again."""
+
+
+def remade(run_dir: Path) -> Remade:
+    """Make the batches again, up to the first that differs."""
+    return _Remaker(run_dir).run()
+
+
+class _Remaker:
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._configs: dict[Path, RunConfig] = {}
+        newest = config_file(run_dir, 0)
+        self._sizes = {e.label: e.group_size for e in self._config(newest).env} if newest.is_file() else {}
+        self._recovery: Recovery | None = Recovery(EMPTY, self._sizes)
+        self._unfolded = ""
+        """Why there is no recovery."""
+        self._opened: RunOpened | None = None
+        self._cut: dict[int, tuple[RolloutId, ...]] = {}
+        """Batches that were cut and are not shipped yet."""
+        self._dropped = dropped_before(run_dir)
+
+    def run(self) -> Remade:
+        shipped = {r for record in self._records() for _, rollouts in _cut(record) for r in rollouts}
+        tokens = TokenReader(self._run_dir, shipped, on_note=_unsaid)
+        same = 0
+        not_made: list[NotMade] = []
+        for record in self._records():
+            event = record.event
+            if isinstance(event, RunOpened):
+                self._opened = event
+            if isinstance(event, BatchShipped):
+                try:
+                    if (differs := self._compare(event, record.seq, tokens)) is not None:
+                        return Remade(same, differs, tuple(not_made))
+                    same += 1
+                except _CannotMake as why:
+                    not_made.append(NotMade(event.step, str(why)))
+            self._fold(record)
+        return Remade(same, None, tuple(not_made))
+
+    def _records(self) -> Iterator[Record]:
+        return read_journal(self._run_dir, on_note=_unsaid)
+
+    def _fold(self, record: Record) -> None:
+        event = record.event
+        self._cut.update(_cut(record))
+        try:
+            if isinstance(event, RunOpened) and not event.recovered and record.seq > 0:
+                self._recovery = self._from_checkpoint(event)
+            elif self._recovery is not None:
+                self._recovery.apply(*record)
+        except CannotFold as why:
+            self._recovery, self._unfolded = None, str(why)
+
+    def _from_checkpoint(self, event: RunOpened) -> Recovery:
+        """Where a life begins that read nothing behind its checkpoint."""
+        state = RecordedRun(self._run_dir).checkpoint(event.checkpoint) if event.checkpoint else EMPTY
+        if state is None:
+            raise CannotFold(
+                f"the run went on from a checkpoint alone, before record {event.checkpoint}, which is gone"
+            )
+        return Recovery(state, self._sizes)
+
+    def _compare(self, event: BatchShipped, seq: int, tokens: TokenReader) -> Differs | None:
+        if self._recovery is None:
+            raise _CannotMake(self._unfolded)
+        shipped = event.digests or self._on_disk(event.step)
+        tokens.read_to(seq)
+        wanted = self._cut.pop(event.step)
+        try:
+            batch = self._recovery.batch(event.step, tokens.rollouts, tokens.extras)
+        except CannotFold as why:
+            if all(rollout in tokens.rollouts for rollout in wanted):
+                raise _CannotMake(str(why)) from why
+            raise _CannotMake(self._lost()) from why
+        finally:
+            tokens.forget(wanted)
+        made = self._digests(batch)
+        for rank in range(max(len(shipped), len(made))):
+            then, now = (each[rank] if rank < len(each) else "" for each in (shipped, made))
+            if then != now:
+                return Differs(event.step, rank, then, now)
+        return None
+
+    def _lost(self) -> str:
+        if not self._dropped:
+            return "tokens of its rollouts are not in the store, though none were dropped from it: a file of it is gone"
+        return (
+            f"tokens of its rollouts are gone, with all that ended before record {self._dropped}: journal.keep_token_steps "
+            "or journal.keep_token_mb dropped them"
+        )
+
+    def _on_disk(self, step: int) -> tuple[str, ...]:
+        folder = batch_dir(self._run_dir, step)
+        if not folder.is_dir():
+            raise _CannotMake(
+                "the journal has no hash of its files, as an earlier release wrote none, and they are gone"
+            )
+        return tuple([digest_of(rank_file(self._run_dir, step, n)) for n, _ in enumerate(folder.iterdir())])
+
+    def _digests(self, batch: Batch) -> tuple[str, ...]:
+        if (opened := self._opened) is None:
+            raise _CannotMake("the beginning of this life is not in the journal")
+        path = config_file(self._run_dir, opened.config)
+        if not path.is_file():
+            raise _CannotMake(f"{path}, which says how it was packed, is gone")
+        packed = pack_as(self._config(path).batch, batch)
+        return tuple([encode(packed, n, run_id=opened.run_id).digest for n, _ in enumerate(packed.ranks)])
+
+    def _config(self, path: Path) -> RunConfig:
+        if path not in self._configs:
+            self._configs[path] = config_at(path)
+        return self._configs[path]
+
+
+def _cut(record: Record) -> list[tuple[int, tuple[RolloutId, ...]]]:
+    return [(c.batch.step, c.batch.rollouts) for c in record.commands if isinstance(c, ShipBatch)]
+
+
+def _unsaid(note: str) -> None:
+    """What a kill left unfinished at the end of a file is none of this command's business."""
+
+
+# ── telling ──
+
+
+def told(found: Remade) -> str:
+    """Sentences for people."""
+    said = []
+    for why, several in groupby(found.not_made, key=lambda each: each.why):
+        steps = [each.step for each in several]
+        which = f"batch {steps[0]} was" if len(steps) == 1 else f"batches {steps[0]} to {steps[-1]} were"
+        said.append(f"{which} not made again: {why}")
+    if (d := found.differs) is not None:
+        said += [
+            f"batch {d.step}, rank {d.rank}, is made otherwise than it was shipped; the {found.same} before it are the same",
+            f"  shipped   {d.shipped or 'nothing for this rank'}",
+            f"  made now  {d.made or 'nothing for this rank'}",
+        ]
+    else:
+        said.append(
+            "1 batch is the same to the byte"
+            if found.same == 1
+            else f"{found.same} batches are the same to the byte"
+        )
+    return "\n".join(said)
+
+
+def as_json(found: Remade) -> dict[str, Any]:
+    """For scripts."""
+    return {
+        "same": found.same,
+        "differs": None if found.differs is None else found.differs._asdict(),
+        "not_made": [each._asdict() for each in found.not_made],
+    }

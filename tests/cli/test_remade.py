@@ -1,0 +1,134 @@
+"""`paceline replay RUN --batches` makes every batch of a run again, or says which cannot be."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from paceline.cli.main import main
+from paceline.cli.remade import remade
+from paceline.config import BatchSection
+from paceline.core.advantages import Advantages, Algorithm, GroupView
+from paceline.core.packing import pack_as
+from paceline.domain import commands as do
+from paceline.domain import events as on
+from paceline.journal import FileJournal
+from paceline.journal.files import file_numbers, file_path
+from paceline.testing import World, chaos, setup_for, train_env
+from paceline.transport.encode import encode
+
+PACKED = BatchSection(seq_len=64, data_parallel=2, pad_to_multiple_of=8)
+CONFIG = """
+[model]
+name = "pkg:paceline/assets/small_policy"
+[[env]]
+id = "reverse-text"
+[batch]
+seq_len = 64
+data_parallel = 2
+pad_to_multiple_of = 8
+[trainer]
+type = "external"
+[sampling]
+max_tokens = 12
+"""
+SETUP = setup_for(
+    train_env("a", tasks=40, group_size=3, max_attempts=2, on_stale="mask_tokens"),
+    batch=6,
+    lag=2,
+    max_staleness=1,
+    max_steps=12,
+)
+
+
+class PerToken(Algorithm):
+    """An advantage of its own for every token, and a stream: neither is in the log."""
+
+    def advantages(self, view: GroupView, replies: Any) -> Advantages:
+        values = tuple(
+            tuple(np.where(s.trainable, np.arange(s.tokens) + 0.25, 0.0).astype(np.float32) for s in each)
+            for each in view.samples
+        )
+        weights = tuple(tuple(np.full(s.tokens, 0.5, np.float32) for s in each) for each in view.samples)
+        return Advantages(values, {"loss_weights": weights})
+
+
+def recorded(run_dir: Path, algorithm: Algorithm | None = None, *, says: bool = True, **options: Any) -> int:
+    """A run with its journal, store and config on disk, as it hands its batches over; how many."""
+    world = World(SETUP, chaos(3, failures=0.2), engines=2, cap=8, algorithm=algorithm)
+    trace = world.run()
+    digests: dict[int, tuple[str, ...]] = {}
+
+    async def write() -> None:
+        journal = FileJournal(run_dir, "test", **options)
+        for number, (at, event, commands) in enumerate(trace.journal):
+            for command in commands:
+                if isinstance(command, do.ShipBatch):
+                    packed = pack_as(PACKED, command.batch)
+                    ranks = [encode(packed, rank, run_id="test") for rank in (0, 1)]
+                    digests[command.batch.step] = tuple(each.digest for each in ranks)
+            if isinstance(event, on.BatchShipped) and says:
+                event = msgspec.structs.replace(event, digests=digests[event.step])
+            journal.append(at, event, commands)
+            if number % 20 == 0:  # so that the store has several files
+                await journal.flush()
+        await journal.close()
+
+    asyncio.run(write())
+    (run_dir / "config.toml").write_text(CONFIG)
+    return len(digests)
+
+
+@pytest.mark.parametrize("algorithm", [None, PerToken()], ids=["one advantage", "one a token"])
+def test_every_batch_is_made_again_with_its_tokens_masks_and_advantages(
+    tmp_path: Path, algorithm: Algorithm | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batches = recorded(tmp_path, algorithm)
+    assert batches == 12
+    assert main(["replay", str(tmp_path), "--batches"]) == 0
+    assert capsys.readouterr().out == "12 batches are the same to the byte\n"
+
+
+def test_the_first_batch_that_is_made_otherwise_is_named_with_both_hashes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded(tmp_path)
+    (tmp_path / "config.toml").write_text(CONFIG.replace("pad_to_multiple_of = 8", "pad_to_multiple_of = 4"))
+    assert main(["replay", str(tmp_path), "--batches", "--json"]) == 1
+    found = msgspec.json.decode(capsys.readouterr().out)
+    assert (found["same"], found["differs"]["step"], found["differs"]["rank"]) == (0, 1, 0)
+    assert len({found["differs"]["shipped"], found["differs"]["made"], ""}) == 3
+    assert main(["replay", str(tmp_path), "--batches"]) == 1
+    assert found["differs"]["shipped"] in capsys.readouterr().out
+
+
+def test_batches_whose_tokens_retention_dropped_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded(tmp_path, file_bytes=3000)
+    numbers = file_numbers(tmp_path, "rollouts")
+    assert len(numbers) > 4
+    for number in numbers[: len(numbers) // 2]:
+        file_path(tmp_path, "rollouts", number).unlink()
+    found = remade(tmp_path)
+    assert found.differs is None
+    assert found.same + len(found.not_made) == 12
+    assert found.same > 2
+    assert found.not_made[0].step == 1
+    assert main(["replay", str(tmp_path), "--batches"]) == 0
+    assert "journal.keep_token_steps or journal.keep_token_mb dropped them" in capsys.readouterr().out
+
+
+def test_without_hashes_and_files_there_is_nothing_to_compare_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded(tmp_path, says=False)
+    assert main(["replay", str(tmp_path), "--batches"]) == 2
+    said = capsys.readouterr()
+    assert "batches 1 to 12 were not made again: the journal has no hash of its files" in said.out
+    assert "no batch could be made again" in said.err
