@@ -78,6 +78,7 @@ class Agents(Environment):
     """Growing contexts and tool waits, as in traces of software-engineering agents, made small: 55% of the waits are
     0.05 s, 44% have the median `tool_s`, 1% are ten times that."""
 
+    blocking = False
     longest = LONGEST
 
     def __init__(self, tool_s: float, seed: int, shape: Shape | None = None) -> None:

@@ -11,6 +11,8 @@ from paceline.envs import Context, EndlessTasks, MultiTurnEnv, Observation, Sing
 class Short(SingleTurnEnv):
     """One short call."""
 
+    blocking = False
+
     def tasks(self, split: Split) -> EndlessTasks:
         return EndlessTasks(lambda index: index, f"short/{split}")
 
@@ -23,6 +25,8 @@ class Short(SingleTurnEnv):
 
 class Waits(MultiTurnEnv[int]):
     """Calls a tool that takes 4 to 36 seconds, over and over."""
+
+    blocking = False
 
     def tasks(self, split: Split) -> EndlessTasks:
         return EndlessTasks(lambda index: index, f"waits/{split}")

@@ -79,10 +79,12 @@ def _first_prompt(environment: Environment, index: int, data: Any) -> list[ChatM
     says: Says
     kind = type(environment)
     if isinstance(environment, SingleTurnEnv) and kind.rollout is SingleTurnEnv.rollout:
+        if inspect.iscoroutinefunction(environment.prompt):
+            return None  # it asks a sandbox or a service: that is for the run to do
         says = environment.prompt(data)
     elif isinstance(environment, MultiTurnEnv) and kind.rollout is MultiTurnEnv.rollout:
         if environment.blocking or inspect.iscoroutinefunction(environment.start):
-            return None  # it asks a sandbox or a service: that is for the run to do
+            return None
         ctx = Context(
             RolloutId(0, 0), group_seed=index, noise_seed=index, deadline=float("inf"), clock=time.monotonic
         )

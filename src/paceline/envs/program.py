@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import os
 import shutil
 import signal
@@ -31,6 +30,7 @@ from paceline.domain.rollout import Limit
 from paceline.domain.task import Split, Task
 from paceline.envs.endpoint import Endpoint
 from paceline.envs.orphans import marked
+from paceline.envs.plain import called
 from paceline.envs.protocol import (
     Context,
     Environment,
@@ -78,8 +78,6 @@ class ProgramEnv(Environment):
     """Runs a program for each rollout; the program's model calls are the rollout's turns."""
 
     command_line: Sequence[str] = ()
-    blocking: ClassVar[bool] = False
-    """True when `score` or `prepare` blocks: they then run in a thread."""
     exit_code_matters: ClassVar[bool] = True
     """Whether a program that fails fails the rollout; else `score` judges it."""
 
@@ -126,15 +124,16 @@ class ProgramEnv(Environment):
         folder = Path(tempfile.mkdtemp(prefix="paceline-"))
         ctx.state = program = _Program(folder)
         try:
-            await self._called(ctx, self.prepare, task.data, folder)
+            await called(self, self.prepare, task.data, folder)
             async with model.serve() as endpoint:
-                await program.run(self.command(task.data, folder), {**self.environ, **endpoint.environ})
+                command = await called(self, self.command, task.data, folder)
+                await program.run(command, {**self.environ, **endpoint.environ})
             run = program.result(model.last)
             if self.exit_code_matters and run.exit_code != 0 and model.last is None:
                 raise EnvError(
                     f"the program ended with {run.exit_code} before it asked anything: {run.output[-500:]}"
                 )
-            return await self._scored(task, run, ctx)
+            return await self._scored(task, run)
         finally:
             if not program.cut:
                 program.clear()
@@ -145,22 +144,16 @@ class ProgramEnv(Environment):
         if not isinstance(program, _Program):
             return None
         try:
-            return await self._scored(task, program.result(model.last), ctx)
+            return await self._scored(task, program.result(model.last))
         finally:
             program.clear()
 
-    async def _scored(self, task: Task, run: ProgramRun, ctx: Context) -> Result:
+    async def _scored(self, task: Task, run: ProgramRun) -> Result:
         try:
-            scored = await self._called(ctx, self.score, task.data, run)
+            scored = await called(self, self.score, task.data, run)
         except Exception as error:
             raise ScoringError(f"score() raised {said_by(error)}") from error
         return scored if isinstance(scored, Result) else Result(reward=scored)
-
-    async def _called(self, ctx: Context, function: Any, *args: Any) -> Any:
-        if self.blocking and not inspect.iscoroutinefunction(function):
-            return await ctx.in_thread(function, *args)
-        result = function(*args)
-        return await result if inspect.isawaitable(result) else result
 
 
 class _Program:

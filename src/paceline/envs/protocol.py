@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
@@ -29,8 +28,8 @@ from numpy.typing import NDArray
 from paceline.domain.ids import RolloutId
 from paceline.domain.rollout import Finish, Limit
 from paceline.domain.task import Split, Task
+from paceline.envs.plain import OwnThread, called, off_loop
 from paceline.envs.surroundings import InRun, Surroundings
-from paceline.envs.threads import DaemonThreads
 from paceline.errors import EnvError, said_by
 
 ChatMessage: TypeAlias = Mapping[str, Any]
@@ -207,7 +206,7 @@ class Context:
 
         A thread cannot be interrupted: if the rollout is cancelled, the function runs on and its result is lost.
         """
-        return await asyncio.get_running_loop().run_in_executor(_threads(), function, *args)
+        return await off_loop(function, *args)
 
 
 class TaskSource(Protocol):
@@ -260,11 +259,11 @@ class EndlessTasks:
 
     def __init__(self, make: Callable[[int], Any], fingerprint: str) -> None:
         """`make(index)` returns the same data each time; `fingerprint` names the stream (its seed, its rules)."""
-        self._make = make
+        self.make = make
         self.fingerprint = fingerprint
 
     def get(self, index: int) -> Any:
-        return self._make(index)
+        return self.make(index)
 
 
 class Environment:
@@ -278,6 +277,9 @@ class Environment:
     replayable: ClassVar[bool] = False
     """True when `rollout` may be run again over the same answers, after a restart: it does no harm the second time, says
     the same to the model (chance from `ctx` alone) and ends with the same state. See `docs/continuing.md`."""
+    blocking: ClassVar[bool | None] = None
+    """Where its plain functions run, those without `async`: `score`, `step`, the task source's `get`. None: in a thread of
+    the environment's own, one call at a time. True: in threads, side by side. False: on the loop, since they are quick."""
     _surroundings: Surroundings | None = None
 
     @property
@@ -286,6 +288,11 @@ class Environment:
         if self._surroundings is None:
             self._surroundings = InRun()
         return self._surroundings
+
+    @functools.cached_property
+    def own_thread(self) -> OwnThread:
+        """Where its plain functions take turns."""
+        return OwnThread()
 
     def bind(self, surroundings: Surroundings) -> None:
         """Called by the run before the first rollout."""
@@ -330,8 +337,6 @@ class SingleTurnEnv(Environment):
 
     replayable = True
     system_prompt: str | None = None
-    blocking: ClassVar[bool] = False
-    """True when `score` blocks (it calls a compiler, say): it then runs in a thread."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -340,7 +345,7 @@ class SingleTurnEnv(Environment):
             cls.replayable = False
 
     def prompt(self, data: Any) -> Says:
-        """What is asked: a text, or messages."""
+        """What is asked: a text, or messages; may be async."""
         raise NotImplementedError(f"{type(self).__name__} must define prompt(data)")
 
     def score(self, data: Any, text: str) -> Any:
@@ -348,16 +353,17 @@ class SingleTurnEnv(Environment):
         raise NotImplementedError(f"{type(self).__name__} must define score(data, text)")
 
     async def rollout(self, task: Task, model: Model, ctx: Context) -> Result:
-        reply = await model.chat(*_opening(self.system_prompt, self.prompt(task.data)))
-        return await self._scored(task, reply.text, ctx)
+        says = await called(self, self.prompt, task.data)
+        reply = await model.chat(*_opening(self.system_prompt, says))
+        return await self._scored(task, reply.text)
 
     async def on_truncated(self, task: Task, model: Model, ctx: Context, limit: Limit) -> Result | None:
         """Scores what there is of the answer."""
-        return None if model.last is None else await self._scored(task, model.last.text, ctx)
+        return None if model.last is None else await self._scored(task, model.last.text)
 
-    async def _scored(self, task: Task, text: str, ctx: Context) -> Result:
+    async def _scored(self, task: Task, text: str) -> Result:
         try:
-            scored = await _called(self.blocking, ctx, self.score, task.data, text)
+            scored = await called(self, self.score, task.data, text)
         except Exception as error:
             raise ScoringError(f"score() raised {said_by(error)}") from error
         return scored if isinstance(scored, Result) else Result(reward=scored)
@@ -380,8 +386,6 @@ class MultiTurnEnv(Environment, Generic[State]):
     """A conversation between the model and a state. The reward is the sum over the steps."""
 
     system_prompt: str | None = None
-    blocking: ClassVar[bool] = False
-    """True when `start` and `step` block: they then run in a thread."""
 
     def start(self, data: Any, ctx: Context) -> Any:
         """`(state, what is said first)`; may be async. Chance goes by `ctx.group_rng`, so that members start alike."""
@@ -395,11 +399,11 @@ class MultiTurnEnv(Environment, Generic[State]):
         """Awaited before each model call but the first: a place for waiting on tools."""
 
     async def rollout(self, task: Task, model: Model, ctx: Context) -> Result:
-        state, says = await _called(self.blocking, ctx, self.start, task.data, ctx)
+        state, says = await called(self, self.start, task.data, ctx)
         progress = ctx.state = _Progress(state)
         reply = await model.chat(*_opening(self.system_prompt, says))
         while True:
-            seen = await _called(self.blocking, ctx, self.step, progress.state, reply.text)
+            seen = await called(self, self.step, progress.state, reply.text)
             progress.take(seen)
             if seen.done:
                 return progress.result()
@@ -439,6 +443,11 @@ class _Progress:
         return Result(reward=self.reward, metrics=self.metrics, turn_rewards=earned)
 
 
+async def task_data(environment: Environment, source: TaskSource, index: int) -> Any:
+    """The data of one task. A source that reads or makes it then is code that may block."""
+    return await called(environment, source.make if isinstance(source, EndlessTasks) else source.get, index)
+
+
 def messages_of(says: Says) -> list[ChatMessage]:
     """Messages of whatever is said. EnvError when it is nothing that can be said."""
     if isinstance(says, str):
@@ -454,20 +463,6 @@ def messages_of(says: Says) -> list[ChatMessage]:
 def _opening(system_prompt: str | None, says: Says) -> list[ChatMessage]:
     said = messages_of(says)
     return said if system_prompt is None else [{"role": "system", "content": system_prompt}, *said]
-
-
-async def _called(blocking: bool, ctx: Context, function: Callable[..., Any], *args: Any) -> Any:
-    if blocking and not inspect.iscoroutinefunction(function):
-        return await ctx.in_thread(function, *args)
-    result = function(*args)
-    return await result if inspect.isawaitable(result) else result
-
-
-@functools.cache
-def _threads() -> DaemonThreads:
-    """For blocking code of environments. Asyncio's own pool has a thread or two more than there are cores: blocking
-    tools, which mostly wait, would stand in line for them. Threads are made as they are needed."""
-    return DaemonThreads(256, "paceline-env")
 
 
 def _generator(seed: int, purpose: int) -> np.random.Generator:

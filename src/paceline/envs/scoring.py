@@ -7,12 +7,14 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from paceline.envs.plain import off_loop
 from paceline.envs.protocol import Result, ScoringError
 from paceline.errors import said_by
 
 
 async def weighed(scorers: Mapping[str, tuple[float, Callable[..., Any]]], *args: Any) -> Result:
-    """Call each scorer, `{name: (weight, function)}`, with `args`, one after the other; they may be async.
+    """Call each scorer, `{name: (weight, function)}`, with `args`, one after the other; they may be async; plain
+    ones run in threads.
 
     `rewards` has each one's share of the reward, weight included, and `metrics` what those of weight 0 return. Such a
     one that raises, or whose value is not finite, is left out; `info["scorers_failed"]` says why. Any other that does
@@ -23,7 +25,7 @@ async def weighed(scorers: Mapping[str, tuple[float, Callable[..., Any]]], *args
     failed: dict[str, str] = {}
     for name, (weight, scorer) in scorers.items():
         try:
-            value = scorer(*args)
+            value = scorer(*args) if inspect.iscoroutinefunction(scorer) else await off_loop(scorer, *args)
             value = float(await value if inspect.isawaitable(value) else value)
             if not math.isfinite(value):
                 raise ValueError(f"its value is {value}")

@@ -1,7 +1,12 @@
-"""Threads for the blocking code of environments."""
+"""Threads for the blocking code of environments. None outlives its process.
+
+The interpreter waits at its end for the threads of the standard pool, however long they block: a tool that hangs would keep
+a run from stopping. These are daemons.
+"""
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -13,11 +18,7 @@ T = TypeVar("T")
 
 
 class DaemonThreads(Executor):
-    """A pool whose threads do not outlive their process.
-
-    The interpreter waits at its end for the threads of the standard pool, however long they block: a tool that hangs
-    would keep a run from stopping. These are made as they are needed, up to `most`, and are daemons.
-    """
+    """A pool whose threads are made as they are needed, up to `most`."""
 
     def __init__(self, most: int, name: str) -> None:
         self._most = most
@@ -31,25 +32,47 @@ class DaemonThreads(Executor):
         """Run it in a thread, at once or when one is free."""
         future: Future[T] = Future()
         with self._lock:
-            self._work.put((future, lambda: fn(*args, **kwargs)))
+            self._work.put((future, functools.partial(fn, *args, **kwargs)))
             if self._idle:
                 self._idle -= 1  # spoken for
             elif self._threads < self._most:
                 self._threads += 1
-                name = f"{self._name}_{self._threads}"
-                threading.Thread(target=self._run, name=name, daemon=True).start()
+                daemon(f"{self._name}_{self._threads}", self._run)
         return future
 
     def _run(self) -> None:
         while True:
-            future, work = self._work.get()
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(work())
-                except BaseException as error:
-                    future.set_exception(error)
-            del future, work
+            perform(*self._work.get())
             with self._lock:
                 # With work in line it goes on with that, and is not free for what comes next.
                 if self._work.empty():
                     self._idle += 1
+
+
+@functools.cache
+def shared_threads() -> DaemonThreads:
+    """Those of all environments of a process. Asyncio's own pool has a thread or two more than there are cores: blocking
+    tools, which mostly wait, would stand in line for them."""
+    return DaemonThreads(256, "paceline-env")
+
+
+def daemon(name: str, run: Callable[..., None], *args: Any) -> None:
+    """Start a thread that its process does not wait for."""
+    threading.Thread(target=run, args=args, name=name, daemon=True).start()
+
+
+def perform(future: Future[Any], work: Callable[[], Any]) -> None:
+    """Do what was asked for, unless nobody waits for it any more, and say how it went."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = work()
+    except StopIteration as error:
+        # No future of asyncio can hold one: whoever waits for it would wait for ever. Coroutines make the same of it.
+        why = RuntimeError(f"a plain function raised StopIteration: {error}")
+        why.__cause__ = error
+        future.set_exception(why)
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

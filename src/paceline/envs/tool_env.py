@@ -7,7 +7,6 @@ start ─▶ chat ─▶ calls? ─yes─▶ all at once, in order ─▶ observ
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final
 
@@ -15,6 +14,7 @@ import msgspec
 
 from paceline.domain.rollout import Limit
 from paceline.domain.task import Task
+from paceline.envs.plain import called, runs_at_once
 from paceline.envs.protocol import (
     ChatMessage,
     Context,
@@ -31,6 +31,10 @@ from paceline.errors import said_by
 
 _ABOUT_NOW_S: Final = 0.25
 """A deadline reaches a worker a little before or after the worker's own clock says so."""
+
+
+_RELEASING: Final[set[asyncio.Task[None]]] = set()
+"""Of rollouts that have ended; the loop itself holds no task."""
 
 
 class ToolEnv(Environment):
@@ -79,7 +83,7 @@ class ToolEnv(Environment):
         return False
 
     def score(self, data: Any, state: Any, text: str) -> Any:
-        """The reward, or a whole `Result`, of the final answer; may be async, and runs on the loop: do not block in it.
+        """The reward, or a whole `Result`, of the final answer; may be async.
         An exception leaves the rollout unscored."""
         raise NotImplementedError(f"{type(self).__name__} must define score(data, state, text)")
 
@@ -89,8 +93,9 @@ class ToolEnv(Environment):
     # ── what it does ──
 
     async def rollout(self, task: Task, model: Model, ctx: Context) -> Result:
-        state = self.state(task.data, ctx)
-        episode = ctx.state = Episode(await state if inspect.isawaitable(state) else state)
+        episode = ctx.state = Episode(
+            await called(self, self.state, task.data, ctx, unclaimed=self._made_in_vain)
+        )
         try:
             result = await self._converse(task, model, ctx, episode)
         except BaseException as error:
@@ -111,7 +116,7 @@ class ToolEnv(Environment):
             await self._release(episode)
 
     async def _converse(self, task: Task, model: Model, ctx: Context, episode: Episode) -> Result:
-        opening = list(messages_of(self.prompt(task.data)))
+        opening = list(messages_of(await called(self, self.prompt, task.data)))
         if self.system_prompt is not None:
             opening.insert(0, {"role": "system", "content": self.system_prompt})
         reply = await model.chat(opening, tools=self.box.schemas if self.declares_tools else None)
@@ -121,7 +126,7 @@ class ToolEnv(Environment):
             if not calls:
                 break
             seen = await self._observe(calls, ctx, episode)
-            if self.is_over(episode.state):
+            if await called(self, self.is_over, episode.state):
                 break
             if self.most_rounds is not None and episode.rounds >= self.most_rounds:
                 scored = await self._scored(task, episode, reply.text)
@@ -158,18 +163,22 @@ class ToolEnv(Environment):
 
     async def _scored(self, task: Task, episode: Episode, text: str) -> Result:
         try:
-            scored = self.score(task.data, episode.state, text)
-            if inspect.isawaitable(scored):
-                scored = await scored
+            scored = await called(self, self.score, task.data, episode.state, text)
         except Exception as error:
             raise ScoringError(f"score() raised {said_by(error)}") from error
         result = scored if isinstance(scored, Result) else Result(reward=scored)
         return msgspec.structs.replace(result, metrics={**episode.metrics(), **result.metrics})
 
+    def _made_in_vain(self, state: Any) -> None:
+        """The rollout was cancelled while a thread made its state."""
+        releasing = asyncio.get_running_loop().create_task(self._release(Episode(state)))
+        _RELEASING.add(releasing)
+        releasing.add_done_callback(_RELEASING.discard)
+
     async def _release(self, episode: Episode) -> None:
-        released = self.release(episode.state)
-        if inspect.isawaitable(released):
-            await released
+        released = called(self, self.release, episode.state)
+        # One that stands in line for its thread must not lose its place, whatever becomes of the rollout meanwhile.
+        await (released if runs_at_once(self, self.release) else asyncio.shield(released))
 
 
 def _will_be_judged(error: BaseException, ctx: Context) -> bool:

@@ -38,7 +38,7 @@ from paceline.domain.part import Part
 from paceline.domain.rollout import COMPLETED, CancelCause, FailureCause, Limit, Outcome, Rollout
 from paceline.domain.task import Split, Task
 from paceline.envs.causes import cause_of, is_interruption
-from paceline.envs.protocol import Context, Result, RolloutTruncated
+from paceline.envs.protocol import Context, Result, RolloutTruncated, task_data
 from paceline.envs.text import cut_text
 from paceline.errors import EngineError, EnvError, InvariantError, said_by
 from paceline.ports import Engine, Parts
@@ -263,7 +263,10 @@ class _Run:
         result: Any = None
         failure: BaseException | None = None
         try:
-            task = Task(self._command.task, shared.source.get(self._command.task.index))
+            task = Task(
+                self._command.task,
+                await task_data(shared.environment, shared.source, self._command.task.index),
+            )
             result = await shared.environment.rollout(task, model, ctx)
         except BaseException as error:
             self._raise_if_ended_from_outside(error)

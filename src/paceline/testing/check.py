@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -21,6 +21,7 @@ from paceline.config import Limits
 from paceline.domain.rollout import Rollout
 from paceline.domain.task import Split
 from paceline.envs.group_env import GroupEnv
+from paceline.envs.plain import THREAD_NAME
 from paceline.envs.protocol import Environment, TaskSource
 from paceline.envs.registry import tasks_of
 from paceline.envs.surroundings import InRun
@@ -53,7 +54,7 @@ def check_environment(
     """All findings, errors first. `make` makes the environment anew; `answers` are said besides our own. Its code may take
     `seconds` of real time in all."""
     try:
-        with ends_within(seconds, _own_place):
+        with ends_within(seconds, _place_now):
             return _checked(make, tasks, group_size, answers)
     except StillRunning as error:
         return [
@@ -364,17 +365,26 @@ def _holds_up(env: Environment, said: Sequence[str]) -> list[Finding]:
     watch = _Watch(threading.get_ident())
     with watch:
         _played(env, said, 1, 0)
-    if watch.longest < _HELD_S:
-        return []
-    where = f" at {watch.where}" if watch.where else ""
-    return [
-        Finding(
-            "warning",
-            "its code holds up the loop",
-            f"{1000 * watch.longest:.0f} ms without an await{where}",
-            "all rollouts share one loop: set `blocking = True`, use `await ctx.in_thread(...)`, or give it workers",
+    found = []
+    if watch.loop.longest >= _HELD_S:
+        found.append(
+            Finding(
+                "warning",
+                "its code holds up the loop",
+                f"{watch.loop.told()} without an await",
+                "all rollouts share one loop: use `await ctx.in_thread(...)`, make it a plain function, or give it workers",
+            )
         )
-    ]
+    if watch.own.longest >= _HELD_S:
+        found.append(
+            Finding(
+                "warning",
+                "its plain functions take their time, and their turns",
+                f"{watch.own.told()} in one call",
+                "only one runs at a time: set `blocking = True` if they may run side by side, or give it workers",
+            )
+        )
+    return found
 
 
 def _own_place(frame: FrameType | None) -> str:
@@ -389,12 +399,40 @@ def _own_place(frame: FrameType | None) -> str:
     return ""
 
 
+def _place_now(frame: FrameType | None) -> str:
+    """The same of a frame of the loop, or of a plain function that the loop waits for."""
+    return _own_place(frame) or _place_of_plain(sys._current_frames())
+
+
+def _place_of_plain(frames: Mapping[int, FrameType]) -> str:
+    own = (thread.ident for thread in threading.enumerate() if thread.name == THREAD_NAME)
+    return next(filter(None, (_own_place(frames.get(ident or 0)) for ident in own)), "")
+
+
+class _Stay:
+    """How long a thread has stayed at one line of the user's code."""
+
+    def __init__(self) -> None:
+        self.longest = 0.0
+        self._where = self._place = ""
+        self._since = 0.0
+
+    def seen(self, place: str, now: float) -> None:
+        if place != self._place or not place:
+            self._since, self._place = now, place
+        elif now - self._since > self.longest:
+            self.longest, self._where = now - self._since, place
+
+    def told(self) -> str:
+        return f"{1000 * self.longest:.0f} ms at {self._where}"
+
+
 class _Watch:
-    """Looks at a thread from another one: how long it stays in one call of the user's code."""
+    """Looks at the loop's thread, and at that of plain functions, from another one."""
 
     def __init__(self, thread: int) -> None:
-        self.longest = 0.0
-        self.where = ""
+        self.loop = _Stay()
+        self.own = _Stay()
         self._thread = thread
         self._stop = threading.Event()
         self._looker = threading.Thread(target=self._look, daemon=True)
@@ -407,11 +445,7 @@ class _Watch:
         self._looker.join()
 
     def _look(self) -> None:
-        since, place = time.perf_counter(), ""
         while not self._stop.wait(0.005):
-            now = time.perf_counter()
-            seen = _own_place(sys._current_frames().get(self._thread))
-            if seen != place or not seen:
-                since, place = now, seen
-            elif now - since > self.longest:
-                self.longest, self.where = now - since, seen
+            now, frames = time.perf_counter(), sys._current_frames()
+            self.loop.seen(_own_place(frames.get(self._thread)), now)
+            self.own.seen(_place_of_plain(frames), now)

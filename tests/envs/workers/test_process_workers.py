@@ -243,10 +243,12 @@ async def test_s90_cold_starts_hold_over_all_workers_and_a_killed_one_gives_its_
 ) -> None:
     section = {"cold_starts": 2, "cold_starts_per_s": 8.0}
     async with inside(tmp_path, "Told", {"does": "cold", "seconds": 0.01}, count=3, section=section) as run:
+        asked = time.monotonic()
         rollouts = await asyncio.gather(*(run.roll_out(m) for m in range(24)))
         assert {r.outcome.ending for r in rollouts} == {"completed"}
-        starts = [float(r.info["began"]) for r in rollouts]
-        assert max(sum(at <= other < at + 1.0 for other in starts) for at in starts) <= 8 + 1
+        # Eight in any second; what a busy machine adds makes each only later.
+        starts = sorted(float(r.info["began"]) - asked for r in rollouts)
+        assert [at >= n // 8 for n, at in enumerate(starts)] == [True] * 24
     async with inside(tmp_path, "Told", {"does": "cold kill"}, section={"cold_starts": 1}) as run:
         for _ in range(3):
             assert (await run.roll_out()).outcome.cause == "infrastructure"

@@ -18,6 +18,7 @@ import msgspec
 
 from paceline.domain.task import Split
 from paceline.envs.adapters import needed
+from paceline.envs.plain import called
 from paceline.envs.protocol import ListTasks, Says, SingleTurnEnv
 from paceline.errors import ConfigError
 
@@ -41,12 +42,12 @@ class PromptAnswerData(SingleTurnEnv):
         held_out: float = 0.1,
         eval_path: str | None = None,
         limit: int | None = None,
-        blocking: bool = False,
+        blocking: bool | None = None,
     ) -> None:
         """`prompt` names a column (a text, or a list of chat messages), or is a template: `"Q: {question}"`.
 
         `scorer`: `exact`, `contains`, `last_number`, or `module:function`, called with (text, answer, row); `blocking`
-        runs it in a thread. `held_out`: share of rows that only evals see, by a hash of the row, unless `eval_path` is
+        says where it runs, as it does of any environment. `held_out`: share of rows that only evals see, by a hash of the row, unless `eval_path` is
         a file of its own. `limit` takes the first rows alone. ConfigError for what is not there.
         """
         self.system_prompt = system_prompt
@@ -76,8 +77,8 @@ class PromptAnswerData(SingleTurnEnv):
         said: Says = data[self._prompt]
         return said
 
-    def score(self, data: Any, text: str) -> Any:
-        return self._scorer(text, data.get(self._answer), data)
+    async def score(self, data: Any, text: str) -> Any:
+        return await called(self, self._scorer, text, data.get(self._answer), data)
 
     def _check(self, path: str, rows: list[dict[str, Any]]) -> None:
         columns = [*(_FIELD.findall(self._prompt) if self._is_template else [self._prompt]), self._answer]

@@ -22,7 +22,7 @@ from paceline.domain.rollout import FailureCause
 from paceline.domain.task import Task
 from paceline.envs.causes import cause_of, is_interruption
 from paceline.envs.endpoint import Endpoint
-from paceline.envs.protocol import Context, Environment, Result, RolloutTruncated, TaskSource
+from paceline.envs.protocol import Context, Environment, Result, RolloutTruncated, TaskSource, task_data
 from paceline.envs.registry import make_environment, tasks_of
 from paceline.envs.tool_env import declares_tools
 from paceline.envs.workers import wire
@@ -173,7 +173,7 @@ class Worker:
     async def _roll_out(self, call: _Call) -> Result:
         assert self._environment is not None
         assert self._source is not None
-        call.task = Task(call.task.ref, self._source.get(call.task.ref.index))
+        call.task = Task(call.task.ref, await task_data(self._environment, self._source, call.task.ref.index))
         return await self._environment.rollout(call.task, call.model, call.ctx)
 
     def _judge(self, call: _Call, record: wire.Judge) -> None:

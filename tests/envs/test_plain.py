@@ -1,0 +1,366 @@
+"""Plain functions of environments: in a thread, one at a time, unless they say otherwise; never in the loop's way."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+import sqlite3
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from paceline.domain.rollout import Rollout
+from paceline.domain.task import Split
+from paceline.envs import (
+    Context,
+    EndlessTasks,
+    Environment,
+    ListTasks,
+    Model,
+    MultiTurnEnv,
+    Observation,
+    ProgramEnv,
+    Result,
+    SingleTurnEnv,
+    ToolEnv,
+    weighed,
+)
+from paceline.envs.plain import THREAD_NAME, OwnThread, called
+from paceline.envs.program import ProgramRun
+from paceline.envs.tool_env import Episode
+from paceline.testing import play
+
+RAN: list[tuple[str, threading.Thread]] = []
+"""Which function ran where."""
+
+
+def ran(name: str) -> None:
+    RAN.append((name, threading.current_thread()))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_ran() -> None:
+    RAN.clear()
+
+
+class Single(SingleTurnEnv):
+    def tasks(self, split: Split) -> EndlessTasks:
+        return EndlessTasks(self.make, "made")
+
+    def make(self, index: int) -> int:
+        ran("make")
+        return index
+
+    def prompt(self, data: Any) -> str:
+        ran("prompt")
+        return "hi"
+
+    def score(self, data: Any, text: str) -> float:
+        ran("score")
+        return 1.0
+
+
+class Multi(MultiTurnEnv[int]):
+    def tasks(self, split: Split) -> ListTasks:
+        return ListTasks([1])
+
+    def start(self, data: Any, ctx: Context) -> tuple[int, str]:
+        ran("start")
+        return 0, "begin"
+
+    def step(self, state: int, text: str) -> Observation:
+        ran("step")
+        return Observation("on", done=state == 1, reward=1.0, state=state + 1)
+
+
+class Tools(ToolEnv):
+    def tasks(self, split: Split) -> ListTasks:
+        return ListTasks([1])
+
+    def prompt(self, data: Any) -> str:
+        ran("prompt")
+        return "hi"
+
+    def state(self, data: Any, ctx: Context) -> list[int]:
+        ran("state")
+        return []
+
+    def is_over(self, state: Any) -> bool:
+        ran("is_over")
+        return True
+
+    def score(self, data: Any, state: Any, text: str) -> float:
+        ran("score")
+        return 1.0
+
+    def release(self, state: Any) -> None:
+        ran("release")
+
+    def look(self) -> str:
+        """Look."""
+        return "seen"
+
+    def __init__(self) -> None:
+        self.tools = [self.look]
+
+
+class Program(ProgramEnv):
+    def __init__(self) -> None:
+        super().__init__(tasks=[{"q": 1}])
+
+    def command(self, data: Any, folder: Path) -> list[str]:
+        ran("command")
+        return ["true"]
+
+    def prepare(self, data: Any, folder: Path) -> None:
+        ran("prepare")
+
+    def score(self, data: Any, run: ProgramRun) -> float:
+        ran("score")
+        return 1.0
+
+    exit_code_matters = False
+
+
+class Several(Single):
+    async def score(self, data: Any, text: str) -> Result:
+        def one(*_: Any) -> float:
+            ran("scorer")
+            return 1.0
+
+        return await weighed({"one": (1.0, one)}, data, text)
+
+
+LOOKS = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+KINDS: list[tuple[type[Environment], list[str], list[str]]] = [
+    (Single, ["x"], ["make", "prompt", "score"]),
+    (Multi, ["x", "y"], ["start", "step", "step"]),
+    (Tools, [LOOKS], ["state", "prompt", "is_over", "score", "release"]),
+    (Program, [], ["prepare", "command", "score"]),
+]
+
+
+def played(env: Environment, answers: list[str]) -> Rollout:
+    return play(env, answers, serve=isinstance(env, ProgramEnv))
+
+
+@pytest.mark.parametrize(("kind", "answers", "functions"), KINDS)
+def test_what_says_nothing_runs_in_one_thread_of_its_own(
+    kind: type[Environment], answers: list[str], functions: list[str]
+) -> None:
+    rollout = played(kind(), answers)
+    if kind is Program:  # it asked the model nothing, which is no rollout; its functions ran all the same
+        assert rollout.outcome.cause == "empty"
+    else:
+        assert (rollout.outcome.ending, rollout.outcome.cause) == ("completed", None)
+    assert [name for name, _ in RAN] == functions
+    (thread,) = {thread for _, thread in RAN}
+    assert thread is not threading.main_thread()
+
+
+@pytest.mark.parametrize(("kind", "answers", "functions"), KINDS)
+@pytest.mark.parametrize("blocking", [True, False])
+def test_what_blocks_runs_in_shared_threads_and_what_is_quick_on_the_loop(
+    kind: type[Environment],
+    answers: list[str],
+    functions: list[str],
+    blocking: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kind, "blocking", blocking)
+    played(kind(), answers)
+    assert [name for name, _ in RAN] == functions
+    for _, thread in RAN:
+        assert (thread is threading.main_thread()) is not blocking
+        assert thread.name != THREAD_NAME
+
+
+def test_scorers_run_in_threads() -> None:
+    assert play(Several(), ["x"]).reward == 1.0
+    assert RAN[-1][0] == "scorer"
+    assert RAN[-1][1] is not threading.main_thread()
+
+
+def test_a_function_that_waits_for_the_loop_shows_that_the_loop_goes_on() -> None:
+    async def main() -> None:
+        go = threading.Event()
+        asyncio.get_running_loop().call_later(0.02, go.set)
+        assert await called(Single(), go.wait, 60.0)
+
+    asyncio.run(main())
+
+
+def test_calls_take_turns_in_order_and_those_that_block_run_side_by_side() -> None:
+    env = Single()
+    running: list[int] = []
+    order: list[int] = []
+
+    def turn(number: int) -> None:
+        running.append(number)
+        order.append(number)
+        assert running == [number]
+        running.remove(number)
+
+    meet = threading.Barrier(8)
+
+    class Blocking(Single):
+        blocking = True
+
+    async def main() -> None:
+        await asyncio.gather(*(called(env, turn, number) for number in range(200)))
+        await asyncio.gather(*(called(Blocking(), meet.wait, 60.0) for _ in range(8)))
+
+    asyncio.run(main())
+    assert order == list(range(200))
+
+
+def test_what_one_call_opened_the_next_may_use() -> None:
+    class Rows(Multi):
+        def start(self, data: Any, ctx: Context) -> tuple[Any, str]:
+            return sqlite3.connect(":memory:"), "begin"
+
+        def step(self, state: Any, text: str) -> Observation:
+            return Observation(done=True, reward=float(state.execute("select 7").fetchone()[0]))
+
+    assert play(Rows(), ["x"]).reward == 7.0
+
+
+def test_who_waits_behind_a_call_that_never_ends_goes_on_when_its_rollout_has_gone() -> None:
+    async def main() -> None:
+        env, go = Single(), threading.Event()
+        stuck = asyncio.create_task(called(env, go.wait))
+        behind = [asyncio.create_task(called(env, str, number)) for number in range(3)]
+        unasked = asyncio.create_task(called(env, ran, "unasked"))
+        await asyncio.sleep(0.05)
+        assert not any(task.done() for task in behind)
+        unasked.cancel()
+        await asyncio.sleep(0)
+        assert not any(task.done() for task in behind), "it had not begun"
+        stuck.cancel()
+        assert await asyncio.wait_for(asyncio.gather(*behind), 60) == ["0", "1", "2"]
+        assert RAN == []
+        go.set()
+
+    asyncio.run(main())
+
+
+def test_the_thread_ends_with_its_environment() -> None:
+    async def main() -> threading.Thread:
+        found: threading.Thread = await called(Single(), threading.current_thread)
+        return found
+
+    thread = asyncio.run(main())
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("blocking", [None, True])
+def test_stop_iteration_is_an_error_like_any_other(blocking: bool | None) -> None:
+    class Next(Single):
+        def score(self, data: Any, text: str) -> Any:
+            return next(iter(()))
+
+    env = Next()
+    env.blocking = blocking  # type: ignore[misc]
+    rollout = play(env, ["x"])
+    assert rollout.outcome.cause == "unscored"
+    assert "StopIteration" in str(rollout.outcome.detail)
+
+
+def _takes_a_signal() -> None:
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize("bound", [_takes_a_signal, asyncio.get_running_loop])
+def test_what_is_bound_to_the_main_thread_is_told_how_to_get_there(bound: Callable[[], Any]) -> None:
+    class Bound(Single):
+        def score(self, data: Any, text: str) -> float:
+            bound()
+            return 1.0
+
+    env = Bound()
+    rollout = play(env, ["x"])
+    assert rollout.outcome.cause == "unscored"
+    assert "set `blocking = False`" in str(rollout.outcome.detail)
+    env.blocking = False  # type: ignore[misc]
+    assert play(env, ["x"]).reward == 1.0
+
+
+def test_a_plain_function_may_return_an_awaitable() -> None:
+    class Later(Single):
+        def score(self, data: Any, text: str) -> Any:
+            async def later() -> float:
+                ran("later")
+                return 3.0
+
+            return later()
+
+    assert play(Later(), ["x"]).reward == 3.0
+    assert RAN[-1] == ("later", threading.main_thread())
+
+
+def test_a_state_that_is_made_in_vain_is_released_and_a_release_keeps_its_place_in_line() -> None:
+    makes, go = threading.Event(), threading.Event()
+    released: SimpleQueue[str] = SimpleQueue()
+
+    class Slow(Tools):
+        def state(self, data: Any, ctx: Context) -> str:
+            makes.set()
+            go.wait(60)
+            return "sandbox"
+
+        def release(self, state: Any) -> None:
+            released.put(state)
+
+    class Silent:
+        last = None
+
+    async def main() -> None:
+        env = Slow()
+        ctx: Any = Context(None, group_seed=0, noise_seed=0, deadline=9e9, clock=lambda: 0.0)  # type: ignore[arg-type]
+        task: Any = type("Task", (), {"data": None})
+        model: Any = Silent()
+        rollout = asyncio.create_task(env.rollout(task, model, ctx))
+        assert await asyncio.to_thread(makes.wait, 60)
+        rollout.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await rollout
+        assert released.empty()
+        go.set()
+        assert await asyncio.to_thread(released.get, timeout=60) == "sandbox"
+
+        # The thread is busy; the rollout that has ended is cancelled while its release is in line.
+        go.clear()
+        busy = asyncio.create_task(called(env, go.wait, 60.0))
+        ending = asyncio.create_task(env._release(Episode("second")))
+        await asyncio.sleep(0.01)
+        ending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await ending
+        go.set()
+        assert await busy
+        assert await asyncio.to_thread(released.get, timeout=60) == "second"
+
+    asyncio.run(main())
+
+
+def test_a_thread_is_made_only_when_a_plain_function_is_called() -> None:
+    before = threading.active_count()
+    OwnThread()
+
+    class Async(Environment):
+        async def rollout(self, task: Any, model: Model, ctx: Context) -> Result:
+            await model.chat("hi")
+            return Result(1.0)
+
+        def tasks(self, split: Split) -> ListTasks:
+            return ListTasks([1])
+
+    assert play(Async(), ["x"]).reward == 1.0
+    assert threading.active_count() == before
