@@ -264,7 +264,9 @@ class Fleet:
         """Bring the room of the engines up to date whose room may have changed."""
         for engine in self._stale:
             engine.is_stale = False
-            room = max(0, self.room(engine)) if engine.usable else 0
+            room = 0
+            if engine.ready and engine.out is None:
+                room = max(0, self._admission.room(engine.id, engine.in_flight - engine.parked))
             if room == engine.room:
                 continue
             self._free += room - engine.room

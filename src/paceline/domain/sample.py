@@ -41,7 +41,8 @@ class Sample(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
     @property
     def trainable_tokens(self) -> int:
-        return sum(n for _, n in self.versions)
+        versions = self.versions
+        return versions[0][1] if len(versions) == 1 else sum([n for _, n in versions])
 
     @property
     def oldest_version(self) -> Version:

@@ -239,8 +239,10 @@ class EngineModel:
     def _end_stretch(self, now: float) -> None:
         steps, batch, totals = self._planned, self._batch, self.totals
         took = now - self._since
-        growth = self._growth(steps)
-        totals.kv_area += took * (self._held + growth / 2)
+        # Nearly every second stretch is one step: a prefill, or what was cut for one.
+        growth = self._growth(steps) if steps > 1 else self._phases[-self._steps % self.speed.block]
+        held = self._decode_blocks + self._prefill_blocks + self._cache.shared_blocks
+        totals.kv_area += took * (held + growth / 2)
         self._decode_blocks += growth
         self._steps += steps
         self._context += steps * batch
@@ -349,17 +351,18 @@ class EngineModel:
     # ── the scheduler's turn, between two steps ──
 
     def _schedule(self, now: float) -> None:
-        speed, running = self.speed, self._running
+        speed, running, cache, blocks = self.speed, self._running, self._cache, self._blocks
         preempted = False
-        held = self._held + self._phases[-self._steps % speed.block]  # with what the next step needs
-        while held > self._blocks and len(running) > 1:
+        growth = self._phases[-self._steps % speed.block]  # what the next step needs
+        held = self._decode_blocks + self._prefill_blocks + cache.shared_blocks + growth
+        while held > blocks and len(running) > 1:
             self._send_back(next(reversed(running.values())))
             self.totals.preemptions += 1
             preempted = True
             held = self._held + self._phases[-self._steps % speed.block]
-        cache = self._cache
-        if cache.idle_blocks and held + cache.idle_blocks > self._blocks:
-            cache.give_up(held + cache.idle_blocks - self._blocks)
+        idle = cache.idle_blocks
+        if idle and held + idle > blocks:
+            cache.give_up(held + idle - blocks)
         budget = speed.max_batched_tokens - self._batch
         if self._prefilling:
             for call in self._prefilling:
