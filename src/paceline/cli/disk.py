@@ -37,8 +37,8 @@ class DiskUse(NamedTuple):
     """Of the file system that it is on."""
 
     def __str__(self) -> str:
-        told = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in self.parts.items() if nbytes)
-        return f"{_size(sum(self.parts.values()))} ({told}), {_size(self.free)} free"
+        told = ", ".join(f"{name} {size_of(nbytes)}" for name, nbytes in self.parts.items() if nbytes)
+        return f"{size_of(sum(self.parts.values()))} ({told}), {size_of(self.free)} free"
 
     def bytes(self) -> dict[str, int]:
         """All of it by name."""
@@ -65,7 +65,7 @@ def _bytes_of(entry: os.DirEntry[str]) -> int:
         return 0
 
 
-def _size(nbytes: float) -> str:
+def size_of(nbytes: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 1000:
             return f"{nbytes:.3g} {unit}"
@@ -133,4 +133,4 @@ class DiskMeter:
         """The latest in a few words; empty before the first."""
         if self.latest is None:
             return ""
-        return f"{_size(sum(self.latest.parts.values()))}, {_size(self.latest.free)} free"
+        return f"{size_of(sum(self.latest.parts.values()))}, {size_of(self.latest.free)} free"

@@ -7,7 +7,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paceline.cli.replay import RecordedRun, config_at
+from paceline.cli.cores import config_at
+from paceline.cli.replay import RecordedRun
 from paceline.cli.rundir import config_file
 from paceline.config import RunConfig
 from paceline.core.packing import pack_as

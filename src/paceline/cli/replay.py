@@ -9,16 +9,17 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from paceline.cli.cores import config_at, core_maker, facts_of
+from paceline.cli.rundir import config_file
 from paceline.core.rebuild import Extras
 from paceline.core.replay import Divergence, NotCovered, Report, replay
 from paceline.domain.commands import Command
 from paceline.domain.events import Event, RunOpened
-from paceline.domain.ids import RolloutId
+from paceline.domain.ids import EnvName, RolloutId
 from paceline.domain.rollout import Rollout
 from paceline.errors import ConfigError, WireError, printable
 from paceline.journal import Record, read_extras, read_journal, read_rollouts
@@ -27,16 +28,24 @@ from paceline.journal.lines import line_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from paceline.config import RunConfig
     from paceline.core.scheduler import Core
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", type=Path, help="run directory")
+    parser.add_argument("run", metavar="RUN", type=Path, help="run directory, or a file that --keep made")
     parser.add_argument(
         "--batches",
         action="store_true",
         help="make every batch again from the recorded rollouts instead, and compare the bytes",
+    )
+    parser.add_argument(
+        "--keep",
+        metavar="FILE",
+        type=Path,
+        help="keep the journal in one small file, to test later releases with",
+    )
+    parser.add_argument(
+        "--keep-mb", metavar="MB", type=float, default=4.0, help="most megabytes of that file (default 4)"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of sentences")
 
@@ -44,24 +53,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.batches:
         return _make_batches(args)
-    from paceline.cli.rundir import config_file
-
-    makers: dict[Path, Callable[[], Core]] = {}
-
-    def make(opened: RunOpened) -> Core:
-        path = config_file(args.run, opened.config)
-        if opened.config and not path.is_file():
-            raise NotCovered(f"its config, {path}, is gone")
-        if path not in makers:
-            makers[path] = asyncio.run(core_maker(config_at(path)))
-        return makers[path]()
-
-    sizes = {env.label: env.group_size for env in config_at(config_file(args.run, 0)).env}
-    report = replay(RecordedRun(args.run), make, line_of, sizes)
+    if args.keep is not None:
+        return _keep(args)
+    report = decided_again(args.run)
     print(json.dumps(as_json(report)) if args.json else told(report))
     if not report.records:
         raise ConfigError(f"{args.run}: no record could be decided again")
     return 1 if report.divergence is not None else 0
+
+
+def decided_again(path: Path) -> Report:
+    """The journal of a run directory, or a kept one."""
+    from paceline.cli.kept import KeptRun
+
+    if path.is_file():
+        kept = KeptRun(path)
+        return replay(kept, kept.core, line_of, kept.sizes)
+    return replay(RecordedRun(path), core_of(path), line_of, group_sizes(path))
+
+
+def core_of(run_dir: Path) -> Callable[[RunOpened], Core]:
+    """Gives the core of a life of the run, by its own config."""
+    makers: dict[Path, Callable[[], Core]] = {}
+
+    def make(opened: RunOpened) -> Core:
+        path = config_file(run_dir, opened.config)
+        if opened.config and not path.is_file():
+            raise NotCovered(f"its config, {path}, is gone")
+        if path not in makers:
+            config = config_at(path)
+            makers[path] = core_maker(config, asyncio.run(facts_of(config)))
+        return makers[path]()
+
+    return make
+
+
+def group_sizes(run_dir: Path) -> dict[EnvName, int]:
+    """For journals that do not say how large a group is."""
+    return {env.label: env.group_size for env in config_at(config_file(run_dir, 0)).env}
+
+
+def _keep(args: argparse.Namespace) -> int:
+    from paceline.cli.kept import keep
+
+    kept = keep(args.run, args.keep, int(args.keep_mb * 1e6), on_note=_say)
+    print(
+        json.dumps(as_json(kept.report)) if args.json else kept.told() if kept.is_kept else told(kept.report)
+    )
+    return 0 if kept.is_kept else 1
 
 
 def _make_batches(args: argparse.Namespace) -> int:
@@ -104,61 +143,6 @@ class RecordedRun:
             if state.get("seq") == seq:
                 return state
         return None
-
-
-def config_at(path: Path) -> RunConfig:
-    """A config that the run directory keeps. ConfigError when it is gone."""
-    from paceline.config import RunConfig
-    from paceline.config.load import load
-
-    if not path.is_file():
-        raise ConfigError(f"{path} is not there: replay builds the core from it")
-    # `module:Class` in a config means a module that lies where the command is given.
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
-    return load(RunConfig, [path], []).value
-
-
-async def core_maker(config: RunConfig) -> Callable[[], Core]:
-    """Makes cores as the run made them. Environments are made once, to be asked what the core decides by: the number of
-    their tasks, whether they score groups whole. ConfigError for one that cannot be had."""
-    from paceline.cli.environments import environment_of, own_gates, own_samplers
-    from paceline.config import EnvSection, EvalSection
-    from paceline.core.admission.choice import admission_of
-    from paceline.core.scheduler import Core
-    from paceline.core.scheduling import scheduling_of
-    from paceline.core.setup import core_setup
-    from paceline.domain.task import Split
-    from paceline.envs.registry import tasks_of
-
-    sizes: dict[tuple[str, str], int | None] = {}
-    fingerprints: dict[str, str] = {}
-    scores_groups: dict[str, bool] = {}
-    whole: list[tuple[str, str]] = []
-    sections: list[tuple[Split, EnvSection | EvalSection]] = [("train", s) for s in config.env]
-    sections += [("eval", s) for s in config.eval]
-    with TemporaryDirectory() as logs:
-        for split, section in sections:
-            environment = await environment_of(section, split, logs=Path(logs))
-            try:
-                source = tasks_of(environment, split, section.label)
-                sizes[split, section.label] = source.size
-                if environment.whole_group:
-                    whole.append((split, section.label))
-                if split == "train":
-                    fingerprints[section.label] = source.fingerprint
-                    scores_groups[section.label] = environment.all_or_nothing
-            finally:
-                await environment.close()
-    samplers = own_samplers(config)
-
-    def make() -> Core:
-        setup = core_setup(
-            config, sizes, fingerprints, whole_groups=whole, samplers=samplers, gates=own_gates(config)
-        )
-        return Core(setup, admission_of(config, scores_groups), scheduling_of(config))
-
-    return make
 
 
 # ── telling ──

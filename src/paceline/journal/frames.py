@@ -33,7 +33,7 @@ SCHEMA = 1
 """Of everything in the files. Fields may be added to records without a new number; readers ignore those they do not
 know and fill in those they miss."""
 
-RECORDS, ROLLOUTS, SNAPSHOT, EXTRAS, PARTS = 1, 2, 3, 4, 5
+RECORDS, ROLLOUTS, SNAPSHOT, EXTRAS, PARTS, KEPT = 1, 2, 3, 4, 5, 6
 """Kinds of frames. A reader skips kinds that it does not know. `SNAPSHOT` is reserved."""
 
 _START = struct.Struct("<8sHHII")
@@ -46,7 +46,7 @@ _MOST_ZEROS = 512
 """Bytes of a file that is never longer while its header is not on the disk: that is made durable before any frame, and is of 133
 bytes, with a short name of the run. A longer one held records."""
 
-FileKind: TypeAlias = Literal["log", "rollouts", "partial"]
+FileKind: TypeAlias = Literal["log", "rollouts", "partial", "kept"]
 
 
 class TornStart(WireError):

@@ -104,8 +104,8 @@ class _Scratch:
 class Packer:
     """Writes payloads. For one thread."""
 
-    def __init__(self) -> None:
-        self._zstd = zstandard.ZstdCompressor(level=LEVEL)
+    def __init__(self, level: int = LEVEL) -> None:
+        self._zstd = zstandard.ZstdCompressor(level=level)
         self._msgpack = msgspec.msgpack.Encoder(enc_hook=_plain)
         self._scratch = _Scratch()
         self._numbers = _Scratch()

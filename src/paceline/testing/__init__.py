@@ -3,7 +3,8 @@
 `World` drives the core alone, with scripted durations, endings and faults, and `Invariants` watches that nothing is
 lost, nothing happens twice and no bound is passed. `play` runs one rollout of an environment against scripted answers.
 `run_driver` runs the whole asyncio runtime on virtual time, with a `ScriptedEngine`, a `ScriptedEnv` and a
-`ScriptedTrainer`. `run_virtual` runs any coroutine on virtual time.
+`ScriptedTrainer`. `run_virtual` runs any coroutine on virtual time. `replays` makes a test of
+a run's kept journal.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from paceline.testing.engine import ScriptedEngine
 from paceline.testing.env import ScriptedEnv, follow, one_call
 from paceline.testing.invariants import Invariants
+from paceline.testing.kept import replays
 from paceline.testing.loop import VirtualTimeLoop, run_virtual
 from paceline.testing.play import play
 from paceline.testing.run import Controls, DriverRun, MemoryJournal, run_driver
@@ -38,6 +40,7 @@ __all__ = [
     "follow",
     "one_call",
     "play",
+    "replays",
     "run_driver",
     "run_virtual",
     "setup_for",
