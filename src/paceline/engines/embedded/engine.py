@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from paceline.engines.embedded.invariant import TILE, invariant_batch
 from paceline.engines.embedded.model import AttentionGroup, Batch, Decoder
 from paceline.engines.embedded.options import EngineOptions
 from paceline.engines.embedded.sampling import SamplingParams, sample, splitmix64, uniforms
@@ -159,7 +160,8 @@ class Engine:
 
     def load(self, directory: Path) -> Decoder:
         """Read and check new weights; the running ones stay. WireError names what does not fit."""
-        return Decoder(self.spec, Weights(directory, self.spec), self._dtype, self.max_len)
+        tile = TILE if self.options.batch_invariant else None
+        return Decoder(self.spec, Weights(directory, self.spec), self._dtype, self.max_len, tile)
 
     def swap(self, decoder: Decoder, version: str | None = None) -> None:
         """Sample from these weights from the next step on. No version: the label stays until `relabel`."""
@@ -199,7 +201,7 @@ class Engine:
             raise InvariantError(f"{waiting} requests wait, nothing runs, and none fits: blocks have leaked")
         # Decodes together; prefills with those of about their length, so that padding at most doubles them.
         planned.sort(key=_group_of)
-        batch = self._batch(planned)
+        batch = self._invariant(planned) if self.options.batch_invariant else self._batch(planned)
         logits = self.decoder.forward(batch, self._cache)
         ready = []
         for request, count in planned:
@@ -209,6 +211,11 @@ class Engine:
         self.scheduler.counters.steps += 1
         if ready:
             self._sample(ready, logits)
+
+    def _invariant(self, planned: list[tuple[Request, int]]) -> Batch:
+        return invariant_batch(
+            planned, self.scheduler.table, self.block_size, self._block_planes, self._slot_planes
+        )
 
     def _batch(self, planned: list[tuple[Request, int]]) -> Batch:
         size, table = self.block_size, self.scheduler.table
@@ -254,11 +261,14 @@ class Engine:
         for row, request in enumerate(ready):
             if len(request.logprobs) < request.params.min_tokens:
                 logits[row, list(request.eos | request.stop_ids)] = float("-inf")
-        noise = uniforms([r.seed for r in ready], [len(r.ids) for r in ready])
-        ids, logprobs = sample(logits, [r.params for r in ready], noise)
+        # Where the logits are padded, the draws are: what is drawn for the padding is left out below.
+        rows = ready + ready[:1] * (len(logits) - len(ready))
+        noise = uniforms([r.seed for r in rows], [len(r.ids) for r in rows])
+        tile = TILE if self.options.batch_invariant else 1
+        ids, logprobs = sample(logits, [r.params for r in rows], noise, tile)
         now, epoch = time.monotonic(), self.scheduler.epoch
         self.scheduler.counters.generation_tokens += len(ready)
-        for request, id, logprob in zip(ready, ids, logprobs, strict=True):
+        for request, id, logprob in zip(ready, ids, logprobs, strict=False):
             if not request.spans or request.spans[-1][0] != epoch:
                 request.spans.append((epoch, len(request.logprobs)))
                 request.first_token = request.first_token or now

@@ -57,11 +57,20 @@ class _Linear:
     weight: Tensor
     """Transposed, [in, out]."""
     bias: Tensor | None
+    tile: int | None = None
+    """Rows of each product, of which there are then a multiple; None takes all at once."""
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.tile is not None:
+            return torch.cat([self._of(part) for part in torch.split(x, self.tile)])
+        return self._of(x)
+
+    def _of(self, x: Tensor) -> Tensor:
         return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        if self.tile is not None:
+            return residual + self(x)
         residual = torch.addmm(residual, x, self.weight)
         return residual if self.bias is None else residual + self.bias
 
@@ -81,8 +90,11 @@ class _Layer:
 class Decoder:
     """One set of weights. Immutable but for room to work in, so a swap is the assignment of another one."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, dtype: torch.dtype, max_len: int) -> None:
-        """Takes what it needs of `weights`; WireError if that is not exactly what is there."""
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, dtype: torch.dtype, max_len: int, tile: int | None = None
+    ) -> None:
+        """Takes what it needs of `weights`; WireError if that is not exactly what is there. `tile`: rows of every matrix
+        product; `forward` then takes tokens, and wanted ones, in multiples of it."""
         self.spec = spec
         d, f, q, kv = (
             spec.hidden_size,
@@ -100,7 +112,7 @@ class Decoder:
             bias = (
                 torch.cat([take(f"{name}.bias", count) for name, count in rows.items()]) if has_bias else None
             )
-            return _Linear(weight.t().contiguous(), bias)
+            return _Linear(weight.t().contiguous(), bias, tile)
 
         def qk_norm(attn: str) -> Tensor:
             norms = {"q_norm": spec.heads, "k_norm": spec.kv_heads}
@@ -124,6 +136,7 @@ class Decoder:
         self.embedding = take("model.embed_tokens.weight", spec.vocab_size, d)
         self.final_norm = take("model.norm.weight", d)
         self.head = self.embedding if spec.is_tied else take("lm_head.weight", spec.vocab_size, d)
+        self._to_logits = _Linear(self.head.t(), None, tile)
         self.layers = [layer(f"model.layers.{index}") for index in range(spec.layers)]
         weights.all_taken()
         half = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
@@ -155,7 +168,7 @@ class Decoder:
             x = layer.down.add_to(x, F.silu(gate).mul_(up))
         if batch.last is not None:
             x = x.index_select(0, batch.last)
-        return F.linear(F.rms_norm(x, width, self.final_norm, eps), self.head).float()
+        return self._to_logits(F.rms_norm(x, width, self.final_norm, eps)).float()
 
     def _attend(self, q: Tensor, groups: list[AttentionGroup], kv: Tensor) -> Tensor:
         out, start, head_dim, kv_heads = [], 0, self.spec.head_dim, self.spec.kv_heads

@@ -41,6 +41,11 @@ class EngineOptions:
         None, "prompt plus output; unset, what model and cache allow", type=int
     )
     dtype: str = _option("float32", "of weights, KV cache and arithmetic", choices=("float32", "bfloat16"))
+    batch_invariant: bool = _option(
+        False,
+        "logits of a token to the last bit the same, whoever shares its step; slower",
+        action="store_true",
+    )
     seed: int = _option(0, "of requests that bring none", type=int)
     served_model_name: str = _option("policy", "the model that requests may name")
     weight_version: str = _option("default", "label of the weights it starts with")
@@ -52,6 +57,8 @@ class EngineOptions:
                 raise ConfigError(f"{name} is {value}: it must be at least 1")
         if self.dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"dtype is {self.dtype!r}: it must be float32 or bfloat16")
+        if self.batch_invariant and self.dtype != "float32":
+            raise ConfigError(f"batch_invariant is kept in float32 only, and dtype is {self.dtype}")
         if not self.token and not _is_loopback(self.host):
             raise ConfigError(
                 f"host {self.host} is not loopback, so requests need a token: set {TOKEN_VARIABLE}"
@@ -60,7 +67,13 @@ class EngineOptions:
     def arguments(self) -> list[str]:
         """The command line that gives these options; the token is left out, for all users can read it there."""
         given = [(f.name.replace("_", "-"), getattr(self, f.name)) for f in fields(self) if f.name != "token"]
-        return [text for name, value in given if value is not None for text in (f"--{name}", str(value))]
+        words: list[str] = []
+        for name, value in given:
+            if value is True:
+                words.append(f"--{name}")
+            elif value is not None and value is not False:
+                words += [f"--{name}", str(value)]
+        return words
 
     @classmethod
     def parser(cls) -> argparse.ArgumentParser:

@@ -97,16 +97,18 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float
 
 
 def sample(
-    logits: Tensor, params: Sequence[SamplingParams], noise: NDArray[np.float64]
+    logits: Tensor, params: Sequence[SamplingParams], noise: NDArray[np.float64], tile: int = 1
 ) -> tuple[list[int], list[float]]:
-    """Draw one token a row of float32 `logits` [rows, vocab]; returns ids and their logprobs."""
+    """Draw one token a row of float32 `logits` [rows, vocab]; returns ids and their logprobs. Rows of which some of the
+    distribution is cut off are taken in multiples of `tile`."""
     greedy = [p.is_greedy for p in params]
     if any(p.temperature != 1.0 and not p.is_greedy for p in params):
         logits = logits / torch.tensor([1.0 if p.is_greedy else p.temperature for p in params]).unsqueeze(1)
     truncated = [row for row, p in enumerate(params) if p.truncates]
     if truncated:
         logits = logits.clone()
-        logits[truncated] = _truncate(logits[truncated], [params[row] for row in truncated])
+        rows = truncated + truncated[:1] * (-len(truncated) % tile)
+        logits[truncated] = _truncate(logits[rows], [params[row] for row in rows])[: len(truncated)]
     logprobs = torch.log_softmax(logits, dim=-1)
     if all(greedy):
         drawn = logprobs.argmax(dim=-1, keepdim=True)
