@@ -6,7 +6,7 @@ scripted one of each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -86,6 +86,32 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+class ChatReply(msgspec.Struct, frozen=True):
+    """What a chat endpoint answered."""
+
+    text: str
+    finish: str | None = None
+    """`stop`, `length` or what else the endpoint calls it."""
+    prompt_tokens: int = 0
+    """As the endpoint counts; 0 where it does not say."""
+    sampled_tokens: int = 0
+    tool_calls: tuple[dict[str, Any], ...] = ()
+    """As the endpoint wrote them: `id`, `type`, and a `function` of `name` and `arguments`, which are JSON as text."""
+
+
+class Chat(Protocol):
+    """A chat endpoint: messages in, text out."""
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """What goes into every request by configuration, and stands."""
+        ...
+
+    async def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> ChatReply:
+        """One answer. Raises EngineError when there is none."""
+        ...
 
 
 class PauseMarks(Protocol):

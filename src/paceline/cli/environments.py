@@ -44,7 +44,7 @@ class Environments:
         self.scores_groups: dict[EnvName, bool] = {}
 
     async def start(
-        self, config: RunConfig, bridge: Bridge, *, logs: Path, ask: Ask, inherit: Sequence[int] = ()
+        self, config: RunConfig, bridge: Bridge | None, *, logs: Path, ask: Ask, inherit: Sequence[int] = ()
     ) -> None:
         """Make them all, their workers side by side. ConfigError for the first that cannot be had."""
         sections: list[tuple[Split, EnvSection | EvalSection]] = [("train", s) for s in config.env]
@@ -72,7 +72,7 @@ class Environments:
         split: Split,
         section: EnvSection | EvalSection,
         config: RunConfig,
-        bridge: Bridge,
+        bridge: Bridge | None,
         environment: Environment,
     ) -> None:
         check_group(section, environment)

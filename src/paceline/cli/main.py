@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("paceline.cli.doctor", "check what a run needs before it starts, with the remedy"),
     "init": ("paceline.cli.init", "make a package with an environment of your own, which trains as it is"),
     "env": ("paceline.cli.env", "check an environment: run it against a scripted model"),
+    "eval": ("paceline.cli.eval", "measure another model in a config's evals: a chat endpoint plays them"),
     "capacity": ("paceline.cli.capacity", "how many rollouts fit: the KV arithmetic of a model and a GPU"),
     "simulate": ("paceline.cli.simulate", "scheduling policies on modelled engines, in virtual time"),
     "calibrate": ("paceline.cli.calibrate", "the engine model's constants, fitted to a recorded run"),

@@ -1,4 +1,5 @@
-"""Any OpenAI-compatible chat endpoint: text in, text out. For judges, teachers, frozen policies and simulated users.
+"""Any OpenAI-compatible chat endpoint: text in, text out. For judges, teachers, frozen policies, simulated users, and evals
+(`paceline eval`).
 
 Not for training: text has no token ids, and what was sampled cannot be told from it exactly. A run whose `[engine]` is
 of this type is refused.
@@ -27,22 +28,25 @@ from paceline.engines.http.link import Limits, Link
 from paceline.engines.http.retry import Retry
 from paceline.engines.http.wire import error_text, excerpt
 from paceline.errors import EngineError, without_password
+from paceline.ports import ChatReply
 
 ROUTE = "/chat/completions"
 
 
-class ChatReply(msgspec.Struct, frozen=True):
-    """What the endpoint answered."""
+class _Function(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str = "{}"
 
-    text: str
-    finish: str | None = None
-    """`stop`, `length` or what else the endpoint calls it."""
-    prompt_tokens: int = 0
-    sampled_tokens: int = 0
+
+class _ToolCall(msgspec.Struct, frozen=True):
+    id: str
+    function: _Function
+    type: str = "function"
 
 
 class _Message(msgspec.Struct, frozen=True):
     content: str | None = None
+    tool_calls: list[_ToolCall] | None = None
 
 
 class _Choice(msgspec.Struct, frozen=True):
@@ -78,7 +82,8 @@ class OpenAIChat:
         """`url` is the base that ends in `/v1`. `options` go into every request: temperature, max_tokens, …"""
         self._name = without_password(f"chat {name or model} ({url})")
         self._url, self._model, self._key = url, model, api_key
-        self._options = dict(options or {})
+        self.options = dict(options or {})
+        """What goes into every request, unless a call says otherwise."""
         self._request_s = request_s
         self._retry = retry or Retry(attempts=4, first_s=1.0, most_s=20.0)
         self._places = asyncio.Semaphore(max_connections)
@@ -100,7 +105,7 @@ class OpenAIChat:
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> ChatReply:
         """One answer. `options` go over those of the endpoint. EngineError when there is none."""
-        body = {"model": self._model, **self._options, **options, "messages": list(messages), "stream": False}
+        body = {"model": self._model, **self.options, **options, "messages": list(messages), "stream": False}
         link = self._opened()
         async with self._places:
             answer = await link.call("POST", ROUTE, body, within_s=self._request_s, repeatable=False)
@@ -135,13 +140,15 @@ class OpenAIChat:
         if not reply.choices:
             raise EngineError(f"{self._name}: its reply has no choices")
         choice, usage = reply.choices[0], reply.usage or _Usage()
-        if choice.message.content is None:
+        calls = tuple(msgspec.to_builtins(choice.message.tool_calls or ()))
+        if choice.message.content is None and not calls:
             raise EngineError(
                 f"{self._name}: its reply holds no text (finish_reason {choice.finish_reason!r})"
             )
         return ChatReply(
-            choice.message.content,
+            choice.message.content or "",
             choice.finish_reason,
             usage.prompt_tokens or 0,
             usage.completion_tokens or 0,
+            calls,
         )

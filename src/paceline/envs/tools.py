@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Final, Protocol, get_args, get_origin, get_type_hints
@@ -62,11 +63,15 @@ class TaggedCalls:
     in_template = True
 
     def __init__(self, opening: str = "<tool_call>", closing: str = "</tool_call>") -> None:
-        self._opening = opening
+        self._opening, self._closing = opening, closing
         self._pattern = re.compile(
             re.escape(opening) + r"(.*?)(?:" + re.escape(closing) + r"|\Z|(?=" + re.escape(opening) + "))",
             re.DOTALL,
         )
+
+    def written(self, name: str, arguments: str) -> str:
+        """A call as it stands in an answer; `arguments` is JSON, or what was meant to be."""
+        return f'{self._opening}{{"name": {json.dumps(name)}, "arguments": {arguments}}}{self._closing}'
 
     def calls(self, text: str) -> list[ToolCall | BadCall]:
         if self._opening not in text:

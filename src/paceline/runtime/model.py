@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, Final, Literal, NoReturn, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -30,7 +30,7 @@ from paceline.domain.commands import ContinueRollout, GrantTurn, StartRollout
 from paceline.domain.events import RolloutContinued, SegmentEnded, TurnRequested
 from paceline.domain.ids import EngineId
 from paceline.domain.part import Asked, Part, sampled_crc
-from paceline.domain.rollout import CancelCause, Finish, Limit, Message
+from paceline.domain.rollout import Finish, Limit, Message
 from paceline.envs.endpoint import Endpoint
 from paceline.envs.protocol import (
     ChatMessage,
@@ -42,8 +42,16 @@ from paceline.envs.protocol import (
     messages_of,
 )
 from paceline.envs.recorder import NO_IDS, Recorder
-from paceline.errors import EngineBusy, EngineError, EngineUnavailable, EnvError, ImpossibleLogprobs
+from paceline.errors import (
+    EngineBusy,
+    EngineError,
+    EngineUnavailable,
+    EnvError,
+    ImpossibleLogprobs,
+    InvariantError,
+)
 from paceline.ports import Engine, GenerateReply, GenerateRequest, SamplingParams
+from paceline.runtime.calls import Calls
 from paceline.runtime.continuing import Record
 from paceline.runtime.gate import TurnGate
 from paceline.runtime.gateway.server import Gateway
@@ -51,6 +59,7 @@ from paceline.runtime.impossible import ImpossibleWatch
 from paceline.runtime.patience import Patience
 from paceline.tokens import Bridge, ChatTokenizer, Conversation, Plan
 from paceline.tokens.marks import first_mark, sure_of
+from paceline.tokens.messages import words_of
 
 LONG_TEXT: Final = 20_000
 """Characters from which encoding leaves the loop: about 5 ms of work, against 22 µs for the hop."""
@@ -65,7 +74,6 @@ _NOTHING_ASKED: Final = Asked(0)
 
 Ids: TypeAlias = NDArray[np.int32]
 Tell: TypeAlias = Callable[[Sequence[int]], None]
-Where: TypeAlias = Literal["env", "gate", "engine"]
 Launch: TypeAlias = StartRollout | ContinueRollout
 """What a rollout is begun with."""
 
@@ -82,10 +90,11 @@ class EnvRuntime(msgspec.Struct, frozen=True):
     """The tasks of one split."""
     limits: Limits
     sampling: SamplingSection
-    bridge: Bridge
+    bridge: Bridge | None
+    """None where no engine plays."""
 
 
-class ModelCalls:
+class ModelCalls(Calls):
     """The `Model` of one rollout: conversation, recorder and budgets."""
 
     __slots__ = (
@@ -98,7 +107,6 @@ class ModelCalls:
         "_hung_up",
         "_impossible",
         "_keep",
-        "_limits",
         "_mark",
         "_max_context",
         "_name",
@@ -106,7 +114,6 @@ class ModelCalls:
         "_noise_seed",
         "_on_record_end",
         "_parked",
-        "_poison",
         "_record_left",
         "_requests",
         "_rollout",
@@ -114,23 +121,9 @@ class ModelCalls:
         "_sampling",
         "_session",
         "_stop_ids",
-        "caller",
-        "cut",
-        "engine",
-        "engine_error",
-        "gate_s",
-        "last",
-        "left",
-        "limit",
-        "limit_text",
-        "model_s",
-        "pending",
-        "recorder",
-        "request_id",
-        "serves",
-        "stop",
-        "where",
     )
+
+    recorder: Recorder
 
     def __init__(
         self,
@@ -153,17 +146,22 @@ class ModelCalls:
         self._name = str(command.rollout)
         self._session = f"g{command.rollout.group}"
         self._noise_seed = command.noise_seed
-        self._limits = shared.limits
+        super().__init__(shared.limits, Recorder())
+        bridge = shared.bridge
+        if bridge is None:
+            raise InvariantError(
+                f"rollout {command.rollout} is to be sampled on an engine, and has no tokenizer"
+            )
         self._sampling = shared.sampling
-        self._bridge = shared.bridge
-        self._stop_ids = shared.bridge.tokenizer.stop_ids
+        self._bridge = bridge
+        self._stop_ids = bridge.tokenizer.stop_ids
         self._engines = engines
         self._gate = gate
         self._clock = clock
         self._noise_by_position = noise_by_position
         self._impossible = impossible
         self._max_context = _max_context(shared.limits, engines.get(command.engine))
-        self._conversation = Conversation(shared.bridge)
+        self._conversation = Conversation(bridge)
         self._gateway = gateway
         self._hung_up = False
         self._keep = keep
@@ -180,33 +178,8 @@ class ModelCalls:
             self._record_left = Record(command, parts)
             # An engine may still be busy with the request that the earlier life had under way.
             self._mark = f"-{round(1000 * clock()):x}"
-        self._poison = ""
         self._parked = False
         """Set when it is parked in the moment between a grant and the request: the request is not sent."""
-        self.recorder = Recorder()
-        self.last: Reply | None = None
-        self.cut: Limit | None = None
-        """The limit that cut the latest turn short; None if none did, or one that the environment set itself."""
-        self.gate_s = 0.0
-        self.model_s = 0.0
-        self.caller: asyncio.Task[Any] | None = None
-        """The task that makes the call under way; None between calls."""
-        self.left: asyncio.Future[None] | None = None
-        """Set when the call under way ends, for whoever waits for that."""
-        self.serves = False
-        """Whether a program is being served: calls are then made for it, and the environment waits for the program."""
-        self.where: Where = "env"
-        """What the rollout waits for."""
-        self.pending: asyncio.Future[Any] | None = None
-        self.engine: Engine | None = None
-        self.request_id = ""
-        self.stop: CancelCause | None = None
-        """Set by the runner: the rollout is being cancelled, and the next wait ends."""
-        self.limit: Limit | None = None
-        """The limit that ended the rollout; no call is made after it."""
-        self.limit_text = ""
-        self.engine_error: str | None = None
-        """Why a model call failed; no call is made after it."""
 
     # ── what an environment calls ──
 
@@ -304,48 +277,9 @@ class ModelCalls:
 
     def messages(self) -> tuple[Message, ...]:
         """The conversation so far, for the record."""
-        return tuple([Message(str(m.get("role")), _words(m)) for m in self._conversation.messages])
+        return tuple([Message(str(m.get("role")), words_of(m)) for m in self._conversation.messages])
 
-    # ── whether a call may be made ──
-
-    def _enter(self) -> bool:
-        """Whether a call may be made: none while another runs, and none after the rollout is over."""
-        if self.caller is not None or self.stop is not None or self.limit is not None:
-            return False
-        if self.engine_error is not None or self._poison:
-            return False
-        turns = self._limits.max_turns
-        if turns is not None and len(self.recorder.turns) >= turns:
-            return False
-        self.caller = asyncio.current_task()
-        return True
-
-    async def _refuse(self) -> NoReturn:
-        if self.caller is not None:
-            raise EnvError("a model call is under way: a rollout makes one at a time")
-        # Whatever the environment caught, the rollout is over. One that catches this too and calls again must not
-        # hold up the loop.
-        await asyncio.sleep(0)
-        if self.stop is not None:
-            raise asyncio.CancelledError
-        if self.engine_error is not None:
-            raise EngineError(self.engine_error)
-        if self.limit is not None:
-            raise RolloutTruncated(self.limit, f"the rollout is over: {self.limit_text}")
-        if self._poison:
-            raise EnvError(self._poison)
-        raise self.give_out("turns", f"{self._limits.max_turns} turns (limits.max_turns)")
-
-    def _leave(self) -> None:
-        self.caller = None
-        if self.left is not None and not self.left.done():
-            self.left.set_result(None)
-
-    def give_out(self, limit: Limit, text: str) -> RolloutTruncated:
-        """The rollout ends at `limit`."""
-        self.limit = limit
-        self.limit_text = text
-        return RolloutTruncated(limit, f"the rollout has used up its {text}")
+    # ── a turn ──
 
     def _allowance(self, max_tokens: int | None) -> tuple[int, Limit | None]:
         """Tokens this call may sample, and which limit cuts it there. Raises when there is room for none."""
@@ -354,7 +288,7 @@ class ModelCalls:
             if max_tokens < 1:
                 raise EnvError(f"max_tokens is {max_tokens}; a model call samples at least one token")
             allowed, cut = max_tokens, None
-        budget = self._limits.max_rollout_tokens
+        budget = self.limits.max_rollout_tokens
         if budget is not None and (left := budget - self.recorder.sampled_tokens) < allowed:
             allowed, cut = left, "tokens"
         if self._max_context is not None:
@@ -372,8 +306,6 @@ class ModelCalls:
                 "engine's) or leave the task out"
             )
         raise self.give_out("context", text)
-
-    # ── a turn ──
 
     async def _encode(self, plan: Plan) -> None:
         if len(plan.text) < LONG_TEXT:
@@ -837,11 +769,3 @@ def _may_be_in_stop(tail: str, stop: tuple[str, ...]) -> bool:
     if tail.endswith("\ufffd"):
         return True
     return sure_of(tail, stop) < len(tail)
-
-
-def _words(message: ChatMessage) -> str:
-    content = message.get("content")
-    if isinstance(content, str):
-        return content
-    rest = {k: v for k, v in message.items() if k != "role" and v is not None}
-    return msgspec.json.encode(rest, enc_hook=str).decode()

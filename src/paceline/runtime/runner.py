@@ -42,6 +42,7 @@ from paceline.envs.protocol import Context, Result, RolloutTruncated, task_data
 from paceline.envs.text import cut_text
 from paceline.errors import EngineError, EnvError, InvariantError, said_by
 from paceline.ports import Engine, Parts
+from paceline.runtime.calls import Calls
 from paceline.runtime.gate import TurnGate
 from paceline.runtime.gateway.server import Gateway
 from paceline.runtime.impossible import ImpossibleWatch
@@ -75,10 +76,13 @@ class RolloutRunner:
         gateway: Gateway | None = None,
         parts: Parts | None = None,
         left: Mapping[RolloutId, Sequence[Part]] | None = None,
+        calls_of: Callable[[Launch, EnvRuntime], Calls] | None = None,
     ) -> None:
         """`gateway` serves agent programs; without one, no rollout can.
 
         `parts` keeps what rollouts sample until they end; `left` is what an earlier life has kept of those that go on.
+
+        `calls_of` makes what plays a rollout; left out, it samples on the engines.
 
         `noise_by_position`: the engines' noise depends on (seed, position in the sequence) alone, so a turn may
         keep its seed over its segments and comes out as if it had not been cut. Others get a seed a segment."""
@@ -90,6 +94,7 @@ class RolloutRunner:
         self._gateway = gateway
         self._parts = parts
         self._left = dict(left or {})
+        self._calls_of = calls_of or self._on_engines
         self._told: set[EnvName] = set()
         """Environments that did not repeat themselves, as far as it was told."""
         self.on_continued: Callable[[RolloutContinued], None] = lambda event: None
@@ -115,20 +120,7 @@ class RolloutRunner:
         shared = self._environments.get((command.task.split, command.task.env))
         if shared is None:
             raise InvariantError(f"no environment {command.task.env!r} for split {command.task.split!r}")
-        model = ModelCalls(
-            command,
-            shared,
-            self._engines,
-            self._gate,
-            self._clock,
-            noise_by_position=self._noise_by_position,
-            impossible=self._impossible,
-            gateway=self._gateway,
-            parts=self._left.pop(command.rollout, ()),
-            keep=None if self._parts is None else self._parts.keep,
-            on_record_end=partial(self._record_ended, command.task.env),
-        )
-        run = _Run(self, command, shared, model, self._clock)
+        run = _Run(self, command, shared, self._calls_of(command, shared), self._clock)
         self._running[command.rollout] = run
         early = self._early.pop(command.rollout, None)
         try:
@@ -155,6 +147,21 @@ class RolloutRunner:
         run = self._running.get(rollout)
         if run is not None:
             run.park()
+
+    def _on_engines(self, command: Launch, shared: EnvRuntime) -> ModelCalls:
+        return ModelCalls(
+            command,
+            shared,
+            self._engines,
+            self._gate,
+            self._clock,
+            noise_by_position=self._noise_by_position,
+            impossible=self._impossible,
+            gateway=self._gateway,
+            parts=self._left.pop(command.rollout, ()),
+            keep=None if self._parts is None else self._parts.keep,
+            on_record_end=partial(self._record_ended, command.task.env),
+        )
 
     def _record_ended(self, env: EnvName, event: RolloutContinued, strayed: str) -> None:
         self.on_continued(event)
@@ -191,7 +198,7 @@ class _Run:
         runner: RolloutRunner,
         command: Launch,
         shared: EnvRuntime,
-        model: ModelCalls,
+        model: Calls,
         clock: Callable[[], float],
     ) -> None:
         task = asyncio.current_task()

@@ -37,6 +37,15 @@ def is_plain(message: ChatMessage) -> bool:
     return len(message) == 2 and type(message.get("content")) is str and "role" in message
 
 
+def words_of(message: ChatMessage) -> str:
+    """Its text; all that it holds, as JSON, where it holds more or other things than a text."""
+    content = message.get("content")
+    if isinstance(content, str) and (content or not message.get("tool_calls")):
+        return content
+    rest = {k: v for k, v in message.items() if k != "role" and v is not None}
+    return msgspec.json.encode(rest, enc_hook=str).decode()
+
+
 def same(a: ChatMessage, b: ChatMessage) -> bool:
     """Whether two messages say the same; a key that is missing and one that is None count as equal."""
     if a == b:

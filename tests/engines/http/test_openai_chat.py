@@ -14,8 +14,9 @@ from paceline.cli.services import ConfiguredServices
 from paceline.config import ChatSection, RunConfig
 from paceline.config.load import load
 from paceline.engines.http import Retry
-from paceline.engines.openai_chat import ChatReply, OpenAIChat
+from paceline.engines.openai_chat import OpenAIChat
 from paceline.errors import ConfigError, EngineError
+from paceline.ports import ChatReply
 
 ROUTE = "/v1/chat/completions"
 ANSWER = {

@@ -261,6 +261,8 @@ def agree(said: str, cuts: Sequence[int], format: str, has_tools: bool, split: b
     st.booleans(),
     st.booleans(),
 )
+@example(["\n", "\n", "☕"], [4], "none", False, False)  # its last byte comes alone
+@example(["\n", "  ", "☕", "plain"], [5, 1, 1], "none", False, False)  # and so do letters after it
 @settings(max_examples=200, deadline=None)
 def test_what_is_shown_early_is_the_beginning_of_what_is_read_in_the_end(
     fragments: list[str], cuts: list[int], format: str, has_tools: bool, split: bool

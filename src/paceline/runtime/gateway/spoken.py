@@ -22,8 +22,11 @@ Kind: TypeAlias = Literal["text", "thinking"]
 Show: TypeAlias = Callable[[Kind, str], None]
 State: TypeAlias = Literal["opening", "thinking", "content", "closed"]
 
+_FEW: Final = 16
+"""Ids whose text is not whole yet that are looked at whenever one more comes."""
+
 _PATIENCE: Final = 0.25
-"""Bytes that are no text are looked at again after this share of them more, so that a long run of them costs little."""
+"""More are looked at again after this share of them more, so that a long run of bytes that are no text costs little."""
 
 _OPENINGS: Final = tuple([opening for opening, _ in THOUGHTS])
 _CLOSINGS: Final = tuple([closing for _, closing in THOUGHTS])
@@ -51,9 +54,10 @@ class _Decoder:
         piece = whole[len(self._tokenizer.decode(self._ids[: self._known])) :] if is_whole else ""
         if not piece:  # what was before them is still needed
             unknown = len(self._ids) - self._known
-            self._wait = len(self._ids) + 1 + int(_PATIENCE * unknown)
+            self._wait = len(self._ids) + 1 + int(_PATIENCE * max(0, unknown - _FEW))
             return ""
         self._ids, self._known = self._ids[self._known :], len(self._ids) - self._known
+        self._wait = 0
         return piece
 
 

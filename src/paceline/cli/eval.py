@@ -1,0 +1,222 @@
+"""`paceline eval CONFIG --chat NAME`: the evals of a config, played by a chat endpoint in the policy's place.
+
+So that another model, a teacher or one that costs money, is measured in the very environments, on the very tasks and within
+the very limits that the policy is measured with. No engine, no trainer and no run directory are needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, NoReturn
+
+import msgspec
+
+from paceline.cli.options import add_config_argument, load_config, positive
+from paceline.core.evaluation import EvalEpoch
+from paceline.core.streams import key, mix
+from paceline.domain.commands import ReportEval, StartRollout
+from paceline.domain.group import ClosedGroup
+from paceline.domain.ids import RolloutId
+from paceline.domain.rollout import Rollout
+from paceline.domain.task import Split, TaskRef
+from paceline.errors import ConfigError, InvariantError, printable
+
+if TYPE_CHECKING:
+    from paceline.config import EvalSection, RunConfig
+    from paceline.runtime.runner import RolloutRunner
+
+TAKES_CONFIG = True
+
+_MOST_CAUSES = 3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config_argument(parser)
+    parser.add_argument("--chat", required=True, metavar="NAME", help="which [chat.NAME] of the config plays")
+    parser.add_argument("--at-once", type=positive, default=64, metavar="N", help="rollouts under way (64)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write each rollout there, one JSON object a line"
+    )
+    parser.add_argument("--json", action="store_true", help="print what was measured, one JSON line an eval")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when every eval was measured, 1 when one had no rollout with a score."""
+    config = load_config(args).value
+    if args.chat not in config.chat:
+        there = ", ".join(sorted(config.chat)) or "none"
+        raise ConfigError(
+            f"--chat {args.chat}: the config has no [chat.{args.chat}] (it has {there}): add it, with url and model"
+        )
+    if not config.eval:
+        raise ConfigError("the config has no [[eval]], so there is nothing to measure: add one")
+    with contextlib.ExitStack() as stack:
+        out: IO[str] | None = None
+        if args.out:
+            try:
+                out = stack.enter_context(args.out.open("w", encoding="utf-8"))
+            except OSError as error:
+                raise ConfigError(f"--out {args.out}: {error}") from error
+        measured = asyncio.run(_play(config, args.chat, args.at_once, out))
+    for eval_ in measured:
+        print(eval_.as_json(config, args.chat) if args.json else eval_.told())
+    return 0 if all(eval_.report.scored for eval_ in measured) else 1
+
+
+async def _play(config: RunConfig, name: str, at_once: int, out: IO[str] | None) -> list[_Eval]:
+    from paceline.cli.environments import Environments
+    from paceline.cli.services import ConfiguredServices, chat_of
+    from paceline.runtime.chat_calls import ChatCalls, reads_calls
+    from paceline.runtime.runner import RolloutRunner
+
+    played = []
+    async with contextlib.AsyncExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-eval-")))
+        chat = chat_of(name, config.chat[name])
+        stack.push_async_callback(chat.close)
+        services = ConfiguredServices(config.services, config.chat)
+        stack.push_async_callback(services.close)
+        environments = Environments()
+        stack.push_async_callback(environments.close)
+        without_training = config.model_copy(update={"env": ()})
+        await environments.start(without_training, None, logs=logs, ask=services.call)
+        runner = RolloutRunner(
+            environments.runtimes,
+            {},
+            _NoGate(),
+            time.monotonic,
+            calls_of=lambda _, shared: ChatCalls(chat, shared),
+        )
+        for section in config.eval:
+            where: tuple[Split, str] = ("eval", section.label)
+            reads_calls(environments.runtimes[where].environment)
+            eval_ = _Eval(section, environments.sizes[where], config.run.seed, runner, out)
+            print(f"{section.label}: {eval_.epoch.owed} rollouts", file=sys.stderr)
+            await eval_.play(at_once)
+            played.append(eval_)
+    return played
+
+
+class _Eval:
+    """One eval, and what it has measured."""
+
+    def __init__(
+        self,
+        section: EvalSection,
+        size: int | None,
+        seed: int,
+        runner: RolloutRunner,
+        out: IO[str] | None,
+    ) -> None:
+        examples = min(section.examples, size or section.examples)
+        self.epoch = EvalEpoch(section.label, 0, examples=examples, k=section.k)
+        self._seed = key(seed, "eval", section.label)
+        self._runner = runner
+        self._out = out
+        self._failures: Counter[str] = Counter()
+        self._took_s = 0.0
+
+    @property
+    def report(self) -> ReportEval:
+        return self.epoch.report()
+
+    async def play(self, at_once: int) -> None:
+        """All of it, with about `at_once` rollouts under way; the members of a group always together."""
+        began = time.monotonic()
+        places = asyncio.Semaphore(max(1, at_once // self.epoch.k))
+        async with asyncio.TaskGroup() as groups:
+            while self.epoch.undrawn:
+                await places.acquire()
+                groups.create_task(self._group(self.epoch.draw(), places))
+        self._took_s = time.monotonic() - began
+
+    async def _group(self, example: int, places: asyncio.Semaphore) -> None:
+        task = TaskRef(self.epoch.env, "eval", example)
+        seed = mix(self._seed, example)
+        members = range(self.epoch.k)
+        rollouts = await asyncio.gather(
+            *(
+                self._runner.run(
+                    StartRollout(RolloutId(example, member), task, seed, mix(seed, member), "", 0)
+                )
+                for member in members
+            )
+        )
+        places.release()
+        self.epoch.settle(ClosedGroup(example, task, self.epoch.k, tuple(rollouts)))
+        for rollout in rollouts:
+            if rollout.reward is None:
+                outcome = rollout.outcome
+                self._failures[
+                    f"{outcome.cause}: {outcome.detail}" if outcome.detail else str(outcome.cause)
+                ] += 1
+            if self._out is not None:
+                self._out.write(_line(rollout) + "\n")
+                self._out.flush()
+
+    def told(self) -> str:
+        """For people."""
+        report = self.report
+        reward = "no reward" if report.mean_reward is None else f"reward {report.mean_reward:.3f}"
+        parts = [
+            f"{report.env}: {reward}",
+            *(f"pass@{j} {share:.3f}" for j, share in report.pass_at.items()),
+            f"{report.scored} of {report.rollouts} rollouts scored",
+            ", ".join(f"{count} {ending}" for ending, count in report.by_ending.items()),
+            f"{report.mean_tokens:.0f} tokens a rollout",
+            f"{self._took_s:.1f} s",
+        ]
+        causes = [
+            f"  {count} without a score, {printable(cause)}"
+            for cause, count in self._failures.most_common(_MOST_CAUSES)
+        ]
+        return "\n".join(["  ".join(parts), *causes])
+
+    def as_json(self, config: RunConfig, name: str) -> str:
+        report = msgspec.to_builtins(self.report, str_keys=True)
+        kept = ("env", "rollouts", "scored", "mean_reward", "pass_at", "by_ending", "mean_tokens")
+        told = {"chat": name, "model": config.chat[name].model, **{field: report[field] for field in kept}}
+        return json.dumps({**told, "seconds": round(self._took_s, 3), "failures": dict(self._failures)})
+
+
+class _NoGate:
+    """An endpoint holds whom it must by itself; nothing asks here."""
+
+    def request(self, event: object) -> NoReturn:
+        raise InvariantError(f"no engine plays here, and {event} asks for one")
+
+    def report(self, event: object) -> NoReturn:
+        raise InvariantError(f"no engine plays here, and {event} comes from one")
+
+
+def _line(rollout: Rollout) -> str:
+    """One rollout as a line of JSON."""
+    return msgspec.json.encode(
+        {
+            "env": rollout.task.env,
+            "example": rollout.task.index,
+            "member": rollout.id.member,
+            "ending": rollout.outcome.ending,
+            "cause": rollout.outcome.cause,
+            "detail": rollout.outcome.detail,
+            "reward": rollout.reward,
+            "rewards": rollout.rewards,
+            "metrics": rollout.metrics,
+            "info": rollout.info,
+            "turns": len(rollout.turns),
+            "prompt_tokens": rollout.prompt_tokens,
+            "sampled_tokens": rollout.sampled_tokens,
+            "seconds": round(rollout.ended - rollout.started, 3),
+            "model_s": round(rollout.model_s, 3),
+            "messages": rollout.messages,
+        },
+        enc_hook=str,
+    ).decode()

@@ -1,0 +1,218 @@
+"""A chat endpoint in the policy's place, as one rollout sees it: messages out, text in.
+
+For measuring other models in the environments that a policy is trained in. Nothing of it can train: an endpoint says how
+many tokens it sampled and not which, so they stand in the record with the id -1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.domain.rollout import Finish, Message, Turn
+from paceline.envs.protocol import ChatMessage, Environment, Reply, RolloutTruncated, Says, messages_of
+from paceline.envs.tool_env import ToolEnv
+from paceline.envs.tools import TaggedCalls
+from paceline.errors import EngineError, EnvError
+from paceline.ports import Chat, ChatReply
+from paceline.runtime.calls import Calls
+from paceline.runtime.model import EnvRuntime
+from paceline.tokens.messages import words_of
+
+CALLS: Final = TaggedCalls()
+"""How an endpoint's calls stand in the text that environments read, whatever the policy writes."""
+
+
+def reads_calls(environment: Environment) -> None:
+    """Make an environment read calls as they stand here. One in a worker reads what it reads."""
+    if isinstance(environment, ToolEnv) and environment.declares_tools:
+        environment.call_format = CALLS
+
+
+class _Turns:
+    """The record: lengths alone."""
+
+    __slots__ = ("sampled_tokens", "turns")
+
+    def __init__(self) -> None:
+        self.turns: list[Turn] = []
+        self.sampled_tokens = 0
+
+    def add(self, reply: ChatReply, finish: Finish, started: float, ended: float) -> Turn:
+        # An endpoint that counts nothing has sampled something all the same.
+        sampled = max(reply.sampled_tokens, 1)
+        ids = _unknown(sampled)
+        logprobs = np.full(sampled, np.nan, np.float32)
+        turn = Turn(
+            _unknown(reply.prompt_tokens),
+            ids,
+            logprobs,
+            ((0, sampled),),
+            extends=False,
+            finish=finish,
+            started=started,
+            ended=ended,
+        )
+        self.turns.append(turn)
+        self.sampled_tokens += sampled
+        return turn
+
+
+class ChatCalls(Calls):
+    """The `Model` of one rollout that a chat endpoint plays."""
+
+    __slots__ = ("_chat", "_clock", "_context", "_history", "_sampling", "_tools")
+
+    recorder: _Turns
+
+    def __init__(self, chat: Chat, shared: EnvRuntime, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(shared.limits, _Turns())
+        self._chat = chat
+        self._sampling = shared.sampling
+        self._clock = clock
+        self._history: list[dict[str, Any]] = []
+        self._tools: Sequence[Mapping[str, Any]] = ()
+        self._context = 0
+        """Tokens of the latest prompt and its answer, as the endpoint counts."""
+
+    # ── what an environment calls ──
+
+    async def chat(
+        self, *says: Says, tools: Sequence[Mapping[str, Any]] | None = None, max_tokens: int | None = None
+    ) -> Reply:
+        new = [dict(message) for said in says for message in messages_of(said)]
+        return await self._asked([*self._history, *self._answering(new)], tools, max_tokens, ())
+
+    async def complete(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Reply:
+        return await self._asked([dict(message) for message in messages], tools or (), max_tokens, stop)
+
+    async def generate(
+        self,
+        token_ids: Sequence[int] | NDArray[np.int32],
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Reply:
+        raise EnvError(
+            "generate() continues token ids, and a chat endpoint takes messages: only engines play this one"
+        )
+
+    def messages(self) -> tuple[Message, ...]:
+        return tuple([Message(str(m.get("role")), words_of(m)) for m in self._history])
+
+    # ── a turn ──
+
+    async def _asked(
+        self,
+        history: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        max_tokens: int | None,
+        stop: Sequence[str],
+    ) -> Reply:
+        if not self._enter():
+            await self._refuse()
+        try:
+            self._history = history
+            self._tools = self._tools if tools is None else tools
+            options = self._options(max_tokens, stop)
+            began = self._clock()
+            try:
+                reply = await self._answer(options)
+            finally:
+                ended = self._clock()
+                self.model_s += ended - began
+            return self._recorded(reply, max_tokens, began, ended)
+        finally:
+            self._leave()
+
+    async def _answer(self, options: dict[str, Any]) -> ChatReply:
+        call = asyncio.ensure_future(self._chat.chat(self._history, **options))
+        self.where, self.pending = "engine", call
+        try:
+            return await call
+        except asyncio.CancelledError:
+            call.cancel()
+            if self.stop is None and self.limit is not None:
+                raise RolloutTruncated(self.limit, f"the rollout has used up its {self.limit_text}") from None
+            raise
+        except EngineError as error:
+            self.engine_error = str(error)
+            raise
+        finally:
+            self.where, self.pending = "env", None
+
+    def _recorded(self, reply: ChatReply, max_tokens: int | None, began: float, ended: float) -> Reply:
+        finish: Finish = "length" if reply.finish == "length" else "stop"
+        turn = self.recorder.add(reply, finish, began, ended)
+        self._context = reply.prompt_tokens + reply.sampled_tokens
+        # A limit that the environment set for this call is no limit of the rollout.
+        own = max_tokens is not None and max_tokens < self._sampling.max_tokens
+        self.cut = "tokens" if finish == "length" and not own else None
+        said: dict[str, Any] = {"role": "assistant", "content": reply.text}
+        if reply.tool_calls:
+            said["tool_calls"] = reply.tool_calls
+        self._history.append(said)
+        text = "\n".join([*([reply.text] if reply.text else []), *map(_tagged, reply.tool_calls)])
+        self.last = Reply(text, finish, turn.sampled_ids, turn.logprobs)
+        return self.last
+
+    def _options(self, max_tokens: int | None, stop: Sequence[str]) -> dict[str, Any]:
+        """What is asked for, within the rollout's budgets. RolloutTruncated when one is used up.
+
+        What is the endpoint's default is left out: some refuse even that. What `[chat.NAME]` sets, stands.
+        """
+        sampling = self._sampling
+        allowed = sampling.max_tokens if max_tokens is None else min(max_tokens, sampling.max_tokens)
+        if allowed < 1:
+            raise EnvError(f"max_tokens is {max_tokens}; a model call samples at least one token")
+        budget = self.limits.max_rollout_tokens
+        if budget is not None:
+            allowed = min(allowed, budget - self.recorder.sampled_tokens)
+            if allowed < 1:
+                raise self.give_out("tokens", f"{budget} sampled tokens (limits.max_rollout_tokens)")
+        if self.limits.max_context is not None and self._context >= self.limits.max_context:
+            raise self.give_out(
+                "context", f"prompt of {self._context} tokens, context of {self.limits.max_context}"
+            )
+        options: dict[str, Any] = {"max_tokens": allowed}
+        if sampling.temperature != 1.0:
+            options["temperature"] = sampling.temperature
+        if sampling.top_p != 1.0:
+            options["top_p"] = sampling.top_p
+        if stops := [*sampling.stop, *stop]:
+            options["stop"] = stops
+        if self._tools:
+            options["tools"] = list(self._tools)
+        return {name: value for name, value in options.items() if name not in self._chat.options}
+
+    def _answering(self, new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The same with the endpoint's own names of its calls: the environment numbers those that it reads."""
+        calls = self._history[-1].get("tool_calls", ()) if self._history else ()
+        results = list(itertools.takewhile(lambda message: message.get("role") == "tool", new))
+        if len(results) == len(calls):
+            for message, call in zip(results, calls, strict=True):
+                message["tool_call_id"] = call["id"]
+        return new
+
+
+def _tagged(call: Mapping[str, Any]) -> str:
+    return CALLS.written(call["function"]["name"], call["function"]["arguments"])
+
+
+def _unknown(tokens: int) -> NDArray[np.int32]:
+    ids = np.full(tokens, -1, np.int32)
+    ids.flags.writeable = False
+    return ids
