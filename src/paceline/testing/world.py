@@ -269,6 +269,9 @@ class World:
     def _repeat(self, running: _Running, command: do.ContinueRollout) -> None:
         """Take over what its record holds, up to where its environment leaves it, and go on behind that."""
         leaves = self.script.leaves(command.rollout, self.now)
+        # A record of a life that was lost may be that of another task, which had the rollout's number then.
+        others = [part.turn for part in running.record if part.asked.max_tokens != running.plan.tokens]
+        leaves = min([*others, *([] if leaves is None else [leaves])], default=None)
         record = [part for part in running.record if leaves is None or part.turn < leaves]
         for part in record:
             running.part += part.versions
