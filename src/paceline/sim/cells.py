@@ -21,7 +21,7 @@ from paceline.domain.ids import EngineId, EnvName
 from paceline.errors import ConfigError
 from paceline.sim.bound import lower_bound
 from paceline.sim.calibrate import RecordedEngines, recorded_engines
-from paceline.sim.engine import Endpoint, EngineModel, SplitEngine
+from paceline.sim.engine import Endpoint, EngineModel, RankedEngine, SplitEngine
 from paceline.sim.metrics import Measure, confidence, counted_steps, length_bias, ramp_s, summarize
 from paceline.sim.plan import RolloutPlan, Workload
 from paceline.sim.requests import Record
@@ -123,6 +123,8 @@ def engines_of(
     speed = study.speed(longest, recorded, policy.speculation)
     names = [f"e{number}" for number in range(policy.engines or study.engines.count)]
     prefill = policy.prefill or study.engines.prefill
+    if prefill is None and study.engines.expert_parallel:
+        return {name: RankedEngine(speed, study.engines.gpus) for name in names}
     if prefill is None:
         return {name: EngineModel(speed) for name in names}
     helpers, link = [study.prefill_speed(longest, prefill)] * prefill.count, study.link(prefill)

@@ -6,7 +6,8 @@ cache        which prefixes are kept, and what goes when room is needed
 model        the engine itself: queue, admission, chunked prefill, preemption, weights
 speculation  several tokens a pass of the model
 split        prefill and decode on engines of their own, behind one address
-endpoint     what a simulation asks of either
+ranks        an engine whose GPUs have sequences of their own, with the experts spread over all
+endpoint     what a simulation asks of each of them
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from paceline.sim.engine.endpoint import Endpoint
 from paceline.sim.engine.hardware import GPUS, MODELS, GpuSpec, ModelSpec
 from paceline.sim.engine.model import Call, EngineModel, Totals
+from paceline.sim.engine.ranks import RankedEngine
 from paceline.sim.engine.speculation import Accepted, Speculation
 from paceline.sim.engine.speed import Efficiency, Speed, speed_of
 from paceline.sim.engine.split import Link, PrefillEngines, SplitEngine
@@ -30,6 +32,7 @@ __all__ = [
     "Link",
     "ModelSpec",
     "PrefillEngines",
+    "RankedEngine",
     "Speculation",
     "Speed",
     "SplitEngine",

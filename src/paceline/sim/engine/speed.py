@@ -125,8 +125,9 @@ def speed_of(
 ) -> Speed:
     """The constants of `model` on `gpus` GPUs that share one copy of the weights (tensor parallel).
 
-    With `expert_parallel` they share the experts alone. Attention is data parallel: each GPU has all other weights, and the
-    sequences and their KV are spread evenly; tokens are sent to their experts and back in each layer.
+    With `expert_parallel` they share the experts alone. Attention is data parallel: each GPU has all other weights, and
+    sequences of its own; tokens are sent to their experts and back in each layer. The constants are those of all GPUs
+    together, with equally much to do; `ranks` makes those of one of them.
 
     `slow` stretches every step: the one number to fit for an engine of unknown make. `activations_gb` of each GPU are
     kept free; `kv_tokens` overrides the capacity. ConfigError when the weights do not fit, or there are no experts to spread.
