@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-
 import msgspec
 import pytest
 
 from paceline.domain.load import EngineLoad
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("benches")
+
 LOAD = EngineLoad(running=0, waiting=0, kv_usage=0.5, preemptions=0, generated_tokens=0)
-
-
-@pytest.fixture(autouse=True)
-def benches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`bench` is in the repository and is not installed."""
-    monkeypatch.syspath_prepend(str(ROOT))
-    yield
-    for name in [name for name in sys.modules if name.partition(".")[0] == "bench"]:
-        del sys.modules[name]
 
 
 def load(usage: float, asked: int, hits: int) -> EngineLoad:
