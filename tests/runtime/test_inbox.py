@@ -29,26 +29,20 @@ class Clock:
 class Handler:
     """Takes `cost_s` over each event, by its clock."""
 
-    def __init__(self, inbox: Inbox, cost_s: float = 0.0, clock: Clock | None = None) -> None:
-        self.inbox = inbox
+    def __init__(self, cost_s: float = 0.0, clock: Clock | None = None) -> None:
         self.cost_s = cost_s
         self.clock = clock or Clock()
         self.handled: list[Event] = []
 
-    def wake(self) -> None:
-        until = self.clock.now + SLICE_S
-        while self.inbox.events:
-            self.handled.append(self.inbox.events.popleft())
-            self.clock.now += self.cost_s
-            if self.clock.now > until and self.inbox.events:
-                self.inbox.reschedule()
-                return
+    def handle(self, event: Event) -> None:
+        self.handled.append(event)
+        self.clock.now += self.cost_s
 
 
 async def test_an_event_that_finds_the_inbox_empty_is_handled_inside_post() -> None:
     inbox = Inbox()
-    handler = Handler(inbox)
-    inbox.on_event(handler.wake, SLICE_S)
+    handler = Handler()
+    inbox.on_event(handler.handle, SLICE_S)
     inbox.post(TimerFired())
     assert len(handler.handled) == 1
 
@@ -58,16 +52,15 @@ async def test_what_is_posted_while_an_event_is_handled_comes_after_it() -> None
     first, second = TimerFired(), TimerFired()
     order: list[str] = []
 
-    def wake() -> None:
-        while inbox.events:
-            if inbox.events.popleft() is first:
-                order.append("first begins")
-                inbox.post(second)
-                order.append("first ends")
-            else:
-                order.append("second")
+    def handle(event: Event) -> None:
+        if event is first:
+            order.append("first begins")
+            inbox.post(second)
+            order.append("first ends")
+        else:
+            order.append("second")
 
-    inbox.on_event(wake, SLICE_S)
+    inbox.on_event(handle, SLICE_S)
     inbox.post(first)
     assert order == ["first begins", "first ends", "second"]
 
@@ -75,8 +68,8 @@ async def test_what_is_posted_while_an_event_is_handled_comes_after_it() -> None
 async def test_what_was_posted_before_anyone_listened_is_handled_soon() -> None:
     inbox = Inbox()
     inbox.post(TimerFired())
-    handler = Handler(inbox)
-    inbox.on_event(handler.wake, SLICE_S)
+    handler = Handler()
+    inbox.on_event(handler.handle, SLICE_S)
     inbox.post(TimerFired())
     assert not handler.handled  # in order: behind what waits already
     await asyncio.sleep(0)
@@ -87,8 +80,8 @@ async def test_a_burst_leaves_the_loop_its_turns(monkeypatch: pytest.MonkeyPatch
     clock = Clock()
     monkeypatch.setattr(inboxes, "perf_counter", clock)
     inbox = Inbox()
-    handler = Handler(inbox, 0.0002, clock)
-    inbox.on_event(handler.wake, SLICE_S)
+    handler = Handler(0.0002, clock)
+    inbox.on_event(handler.handle, SLICE_S)
     for _ in range(100):  # 20 ms of work, offered by one callback
         inbox.post(TimerFired())
     at_once = len(handler.handled)

@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import copy_context
 from functools import partial
-from time import perf_counter
 from typing import Any, Literal, Protocol, TypeAlias
 
 from paceline.core.packing import PackSettings, pack_as
@@ -188,7 +187,7 @@ class Driver:
                     self._perform[type(command)](command)
                 for event in joined:
                     self._inbox.post(event)
-                self._inbox.on_event(self._drain, self._slice_s)
+                self._inbox.on_event(self._decide, self._slice_s)
                 self._runner.on_stuck = self.fail
                 self._runner.on_continued = self._inbox.post
                 self._runner.is_sole_canceller = True
@@ -248,36 +247,27 @@ class Driver:
                 raise PacelineError(f"the end of the journal cannot be written: {error}") from error
             self._failure.add_note(f"and the end of the journal could not be written: {error}")
 
-    def _drain(self) -> None:
-        events, core, perform = self._inbox.events, self.core, self._perform
+    def _decide(self, event: on.Event) -> None:
         if self._failure is not None:
-            events.clear()  # of what is being stopped: there is nothing left to decide
-            return
+            return  # of what is being stopped there is nothing left to decide
         self._starts.decide()
-        until = perf_counter() + self._slice_s
+        at = self.clock()
         try:
-            while events:
-                event = events.popleft()
-                at = self.clock()
-                try:
-                    commands = core.handle(event, at)
-                except Exception:
-                    self._journal.append(at, event, ())  # what ended the run is its last record
-                    raise
-                self._journal.append(at, event, commands)
-                if self._held is None:
-                    for fold in self._folds:
-                        fold.apply(at, event, commands)
-                    for command in commands:
-                        perform[type(command)](command)
-                else:
-                    self._hold(self._held, (at, event, commands))
-                if perf_counter() > until and events:
-                    self._inbox.reschedule()
-                    return
+            try:
+                commands = self.core.handle(event, at)
+            except Exception:
+                self._journal.append(at, event, ())  # what ended the run is its last record
+                raise
+            self._journal.append(at, event, commands)
+            if self._held is None:
+                for fold in self._folds:
+                    fold.apply(at, event, commands)
+                for command in commands:
+                    self._perform[type(command)](command)
+            else:
+                self._hold(self._held, (at, event, commands))
         except Exception as error:
             # The core refused an event, or a command could not be carried out: nobody can go on from here.
-            events.clear()
             self.fail(error)
 
     # ── durable first ──

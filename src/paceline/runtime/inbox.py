@@ -26,57 +26,66 @@ class Inbox:
     left in line for one wake-up, which takes any number of them in slices.
     """
 
-    __slots__ = ("_busy", "_loop", "_owes_until", "_scheduled", "_slack", "_wake", "events")
+    __slots__ = ("_busy", "_handle", "_loop", "_owes_until", "_scheduled", "_slice_s", "events")
 
     def __init__(self) -> None:
         """Call on a running loop."""
         self._loop = asyncio.get_running_loop()
-        self._wake: Callable[[], None] | None = None
+        self._handle: Callable[[Event], None] | None = None
         self._scheduled = False
         self._busy = False
-        self._slack = 0.0
+        self._slice_s = 0.0
         self._owes_until = 0.0
         """When the time taken in `post` will have become `SHARE` of the time that passed."""
         self.events: deque[Event] = deque()
 
-    def on_event(self, wake: Callable[[], None], slice_s: float) -> None:
-        """`wake` handles what is in `events`, or calls `reschedule` when it has taken `slice_s` seconds over it.
-
-        It is called inside `post`, or on the loop soon after; never while it runs.
-        """
-        self._wake = wake
-        self._slack = slice_s / 2
+    def on_event(self, handle: Callable[[Event], None], slice_s: float) -> None:
+        """`handle` takes one event: inside `post`, or on the loop soon after; never while it runs. When those that are
+        in line have taken `slice_s` seconds, the rest waits for the loop's next turn."""
+        self._handle = handle
+        self._slice_s = slice_s
         if self.events:
-            self.reschedule()
+            self._reschedule()
 
     def post(self, event: Event) -> None:
         """Report something that happened. Handled in order, at once or soon, on this loop."""
-        self.events.append(event)
-        if self._busy or self._scheduled or self._wake is None:
-            return  # whoever handles the others takes it along
+        if self._busy or self._scheduled or self._handle is None:
+            self.events.append(event)  # whoever handles the others takes it along
+            return
         began = perf_counter()
         owes_until = self._owes_until
-        if owes_until - began > self._slack:
-            self.reschedule()
+        if owes_until - began > self._slice_s / 2:
+            self.events.append(event)
+            self._reschedule()
             return
-        self._handle(self._wake)
-        self._owes_until = max(owes_until, began) + (perf_counter() - began) / SHARE
-
-    def reschedule(self) -> None:
-        """Wake although nothing new was posted: some events were left for the loop's next turn."""
-        if not self._scheduled and self._wake is not None:
-            self._scheduled = True
-            self._loop.call_soon(self._fire)
-
-    def _fire(self) -> None:
-        self._scheduled = False
-        if self._wake is not None:
-            self._handle(self._wake)
-
-    def _handle(self, wake: Callable[[], None]) -> None:
         self._busy = True
         try:
-            wake()
+            self._handle(event)
+        finally:
+            self._busy = False
+        if self.events:  # what it has brought about
+            self._drain(self._handle)
+        self._owes_until = (owes_until if owes_until > began else began) + (perf_counter() - began) / SHARE
+
+    def _reschedule(self) -> None:
+        self._scheduled = True
+        self._loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self._scheduled = False
+        if self._handle is not None:
+            self._drain(self._handle)
+
+    def _drain(self, handle: Callable[[Event], None]) -> None:
+        events = self.events
+        self._busy = True
+        try:
+            until = perf_counter() + self._slice_s
+            while events:
+                handle(events.popleft())
+                if perf_counter() > until and events:
+                    self._reschedule()
+                    return
         finally:
             self._busy = False
 

@@ -12,7 +12,8 @@ from paceline.domain.ids import RolloutId
 from paceline.runtime.model import Launch
 
 AT_ONCE: Final = 32
-"""Rollouts that begin in one turn of the loop. A count, not a time: runs must repeat."""
+"""Rollouts that one decision begins in its own turn of the loop, and each further turn. A count, not a time: runs must
+repeat."""
 
 
 class Starts:
@@ -31,7 +32,7 @@ class Starts:
         self._begun = 0
 
     def decide(self) -> None:
-        """Decisions are about to be carried out, in a turn of the loop that has begun none yet."""
+        """A decision is about to be carried out, which has begun none yet."""
         self._begun = 0
 
     def add(self, command: Launch) -> None:
