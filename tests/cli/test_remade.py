@@ -58,20 +58,29 @@ class PerToken(Algorithm):
         return Advantages(values, {"loss_weights": weights})
 
 
-def recorded(run_dir: Path, algorithm: Algorithm | None = None, *, says: bool = True, **options: Any) -> int:
+def recorded(
+    run_dir: Path,
+    algorithm: Algorithm | None = None,
+    *,
+    says: bool = True,
+    run_id: str = "test",
+    **options: Any,
+) -> int:
     """A run with its journal, store and config on disk, as it hands its batches over; how many."""
     world = World(SETUP, chaos(3, failures=0.2), engines=2, cap=8, algorithm=algorithm)
     trace = world.run()
     digests: dict[int, tuple[str, ...]] = {}
 
     async def write() -> None:
-        journal = FileJournal(run_dir, "test", **options)
+        journal = FileJournal(run_dir, run_id, **options)
         for number, (at, event, commands) in enumerate(trace.journal):
             for command in commands:
                 if isinstance(command, do.ShipBatch):
                     packed = pack_as(PACKED, command.batch)
-                    ranks = [encode(packed, rank, run_id="test") for rank in (0, 1)]
+                    ranks = [encode(packed, rank, run_id=run_id) for rank in (0, 1)]
                     digests[command.batch.step] = tuple(each.digest for each in ranks)
+            if isinstance(event, on.RunOpened):
+                event = msgspec.structs.replace(event, run_id=run_id)
             if isinstance(event, on.BatchShipped) and says:
                 event = msgspec.structs.replace(event, digests=digests[event.step])
             journal.append(at, event, commands)
@@ -132,3 +141,23 @@ def test_without_hashes_and_files_there_is_nothing_to_compare_with(
     said = capsys.readouterr()
     assert "batches 1 to 12 were not made again: the journal has no hash of its files" in said.out
     assert "no batch could be made again" in said.err
+
+
+def test_the_batches_of_two_runs_are_compared_whatever_the_runs_are_called(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, again, other = (tmp_path / name for name in ("one", "again", "other"))
+    recorded(one)
+    recorded(again, run_id="another", file_bytes=3000)
+    recorded(other, PerToken())
+    assert main(["replay", str(one), "--batches", "--against", str(again)]) == 0
+    assert capsys.readouterr().out == "12 batches are the same to the byte\n"
+    assert main(["replay", str(one), "--batches", "--against", str(other)]) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "batch 1, rank 0, differs; 0 before it are the same"
+    assert [line.split()[0] for line in said[1:]] == [str(other), str(one)]
+    numbers = file_numbers(again, "rollouts")
+    for number in numbers[: len(numbers) // 2]:
+        file_path(again, "rollouts", number).unlink()
+    assert main(["replay", str(one), "--batches", "--against", str(again)]) == 0
+    assert f"not made again: {again} has none that can be made again" in capsys.readouterr().out

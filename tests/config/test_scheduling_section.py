@@ -14,6 +14,7 @@ from paceline.core.scheduling import (
     Overlap,
     Overprovision,
     Partial,
+    Repeating,
     Scheduling,
     Synchronous,
     TailRounds,
@@ -85,5 +86,35 @@ def test_a_policy_that_cannot_work_is_refused_with_what_to_change(
 ) -> None:
     with pytest.raises(ValidationError) as refused:
         config(section, **more)
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_a_run_that_is_to_repeat_has_the_policy_that_does() -> None:
+    found = config({"type": "synchronous"}, run={"deterministic": True})
+    assert type(scheduling_of(found)) is Repeating
+    assert found.staleness_bound == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (
+            {"engine": {"type": "vllm", "urls": ["http://localhost:8000"]}},
+            ("'vllm'", 'engine.type = "embedded"', "paceline replay RUN --batches"),
+        ),
+        ({"engine": {"type": "embedded", "dtype": "bfloat16"}}, ("engine.dtype", "'bfloat16'", '"float32"')),
+        ({"scheduling": {"type": "overlap"}}, ("'overlap'", 'scheduling.type = "synchronous"')),
+        (
+            {"admission": {"type": "adaptive", "park": False}},
+            ("admission.park is false", "admission.park = true"),
+        ),
+    ],
+)
+def test_what_cannot_repeat_is_refused_with_what_to_change(
+    more: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(ValidationError) as refused:
+        config(**{"scheduling": {"type": "synchronous"}, "run": {"deterministic": True}, **more})
     for word in words:
         assert word in str(refused.value)

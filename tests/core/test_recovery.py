@@ -19,7 +19,7 @@ from paceline.domain.rollout import Outcome, Rollout
 from paceline.domain.task import TaskRef
 from paceline.journal.lines import Line, Restorer, line_of
 from paceline.testing import Invariants, Plan, Script, World, alternating, chaos, setup_for, train_env
-from paceline.testing.policies import POLICIES
+from paceline.testing.policies import ALL_POLICIES as POLICIES
 
 
 def wild(seed: int, **options: Any) -> World:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +16,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from paceline.cli.calm import calm_gc
 from paceline.cli.continuing import Left, left_by
 from paceline.cli.disk import DiskMeter
 from paceline.cli.engines import RunEngines
@@ -51,11 +51,12 @@ from paceline.ports import Engine
 from paceline.runtime.checkpoints import Checkpoints
 from paceline.runtime.driver import Driver, Fold, first_cause
 from paceline.runtime.gateway import Gateway
+from paceline.runtime.in_order import InOrder
 from paceline.runtime.inbox import Gates, Inbox
 from paceline.runtime.loads import poll_load
 from paceline.runtime.offload import Threads
 from paceline.runtime.processes import ChildProcess
-from paceline.runtime.processor import EnvProcessing, GroupProcessor
+from paceline.runtime.processor import EnvProcessing, GroupProcessor, Processor
 from paceline.runtime.quiet import QuietWatch
 from paceline.runtime.room import NoRoom, Room
 from paceline.runtime.runner import RolloutRunner
@@ -249,7 +250,7 @@ class Assembly:
         environments: Environments,
         engines: RunEngines,
         journal: FileJournal,
-        processor: GroupProcessor,
+        processor: Processor,
         offload: Threads,
         gateway: Gateway,
         left: Left,
@@ -306,6 +307,10 @@ class Assembly:
         room = self._room = Room(
             post=inbox.post, tell=self._tell, fail=self._no_room, limit_s=config.journal.full_disk_s
         )
+        folds = [*folds, parts]
+        if config.run.deterministic:
+            processor = in_order = InOrder(processor, core, runner.on_note)
+            folds.append(in_order)
         driver = Driver(
             core,
             inbox=inbox,
@@ -324,7 +329,7 @@ class Assembly:
             checkpoints=self.checkpoints(),
             packing=config.batch,
             offload=offload,
-            folds=[*folds, parts],
+            folds=folds,
             clock=clock,
             step_limit_s=config.trainer.step_s,
             revive=engines.revive,
@@ -357,7 +362,7 @@ class Assembly:
         driver.when_failing(self._failing)
         self._driver = driver
         self.stopping.drives(driver, inbox)
-        with _calm_gc():
+        with calm_gc():
             return await driver.run(
                 opened,
                 engines.joined(),
@@ -544,17 +549,3 @@ class Phases:
             self._under_way.remove(what)
             if self._under_way:
                 self._tell(", ".join(self._under_way))
-
-
-@contextlib.contextmanager
-def _calm_gc() -> Iterator[None]:
-    """Set the start-up heap aside and collect rarely: a big heap walked often was 28 to 56% of a peer's time."""
-    before = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(100_000, 50, 100)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-        gc.unfreeze()

@@ -23,6 +23,7 @@ _SILENT = frozenset({"run.name", "run.dir"})
 _MEANS = {
     "run.seed": "tasks, seeds and noise are drawn from it from here on: the run no longer repeats from one seed",
     "run.max_steps": "the run ends there",
+    "run.deterministic": "steps from here on; whether the run repeats as a whole, it can no longer tell",
     "sampling": "rollouts that start from here on; what was sampled before still trains",
     "env": "rollouts and groups that start from here on",
     "env.group_size": "groups that open from here on; open ones keep the size they began with",

@@ -321,6 +321,7 @@ class RunEngines:
             max_batched_tokens=section.max_batched_tokens,
             max_model_len=section.max_model_len,
             dtype=section.dtype,
+            batch_invariant=self._config.run.deterministic,
             seed=self._config.run.seed,
             weight_version=f"v{version}",
         )

@@ -192,7 +192,7 @@ def _sections_of(config: RunConfig) -> dict[str, Any]:
     sections: dict[str, Any] = config.model_dump(
         mode="json",
         include={
-            "run": {"seed", "max_steps", "outage_s"},
+            "run": {"seed", "deterministic", "max_steps", "outage_s"},
             "engine": {"type", "lost_s"},
             "trainer": {"type"},
             "algorithm": {"name"},

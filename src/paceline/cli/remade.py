@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from paceline.cli.cores import config_at
 from paceline.cli.replay import RecordedRun
@@ -31,9 +31,9 @@ class Differs(NamedTuple):
     step: int
     rank: int
     shipped: str
-    """Hash of what was shipped, in hex; empty where that had fewer ranks."""
+    """Hash of what was shipped, in hex, or of what the other run makes; empty where that had fewer ranks."""
     made: str
-    """Of what is made now; empty where that has fewer ranks."""
+    """Of what is made now, of the first run where two are compared; empty where that has fewer ranks."""
 
 
 class NotMade(NamedTuple):
@@ -55,14 +55,56 @@ class _CannotMake(Exception):
     """Why a batch cannot be made again."""
 
 
+_Made: TypeAlias = tuple[BatchShipped, tuple[str, ...] | _CannotMake]
+"""A batch that was shipped, and the hashes of the files that it is made into now."""
+
+
 def remade(run_dir: Path) -> Remade:
-    """Make the batches again, up to the first that differs."""
-    return _Remaker(run_dir).run()
+    """Make the batches again, up to the first that is not what was shipped."""
+    again = _Remaker(run_dir)
+    return _compared(again.batches(), again.shipped)
+
+
+def against(run_dir: Path, other: Path) -> Remade:
+    """Make the batches of two runs again, up to the first in which they differ. Their files name their runs, which does not count."""
+    theirs = {
+        event.step: made
+        for event, made in _Remaker(other, run_id="").batches()
+        if not isinstance(made, _CannotMake)
+    }
+
+    def shipped(event: BatchShipped) -> tuple[str, ...]:
+        if event.step not in theirs:
+            raise _CannotMake(f"{other} has none that can be made again")
+        return theirs[event.step]
+
+    return _compared(_Remaker(run_dir, run_id="").batches(), shipped)
+
+
+def _compared(made: Iterator[_Made], shipped: Callable[[BatchShipped], tuple[str, ...]]) -> Remade:
+    same = 0
+    not_made: list[NotMade] = []
+    for event, digests in made:
+        try:
+            if isinstance(digests, _CannotMake):
+                raise digests
+            then, now = shipped(event), digests
+        except _CannotMake as why:
+            not_made.append(NotMade(event.step, str(why)))
+            continue
+        for rank in range(max(len(then), len(now))):
+            a, b = (each[rank] if rank < len(each) else "" for each in (then, now))
+            if a != b:
+                return Remade(same, Differs(event.step, rank, a, b), tuple(not_made))
+        same += 1
+    return Remade(same, None, tuple(not_made))
 
 
 class _Remaker:
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, run_id: str | None = None) -> None:
+        """`run_id`: instead of the run's own."""
         self._run_dir = run_dir
+        self._run_id = run_id
         self._configs: dict[Path, RunConfig] = {}
         newest = config_file(run_dir, 0)
         self._sizes = {e.label: e.group_size for e in self._config(newest).env} if newest.is_file() else {}
@@ -74,24 +116,32 @@ class _Remaker:
         """Batches that were cut and are not shipped yet."""
         self._dropped = dropped_before(run_dir)
 
-    def run(self) -> Remade:
-        shipped = {r for record in self._records() for _, rollouts in _cut(record) for r in rollouts}
-        tokens = TokenReader(self._run_dir, shipped, on_note=_unsaid)
-        same = 0
-        not_made: list[NotMade] = []
+    def batches(self) -> Iterator[_Made]:
+        wanted = {r for record in self._records() for _, rollouts in _cut(record) for r in rollouts}
+        tokens = TokenReader(self._run_dir, wanted, on_note=_unsaid)
         for record in self._records():
             event = record.event
             if isinstance(event, RunOpened):
                 self._opened = event
             if isinstance(event, BatchShipped):
                 try:
-                    if (differs := self._compare(event, record.seq, tokens)) is not None:
-                        return Remade(same, differs, tuple(not_made))
-                    same += 1
+                    yield event, self._make(event, record.seq, tokens)
                 except _CannotMake as why:
-                    not_made.append(NotMade(event.step, str(why)))
+                    yield event, why
             self._fold(record)
-        return Remade(same, None, tuple(not_made))
+
+    def shipped(self, event: BatchShipped) -> tuple[str, ...]:
+        """Hashes of what was shipped; of the files, where the journal has none."""
+        if event.digests:
+            return event.digests
+        folder = batch_dir(self._run_dir, event.step)
+        if not folder.is_dir():
+            raise _CannotMake(
+                "the journal has no hash of its files, as an earlier release wrote none, and they are gone"
+            )
+        return tuple(
+            [digest_of(rank_file(self._run_dir, event.step, n)) for n, _ in enumerate(folder.iterdir())]
+        )
 
     def _records(self) -> Iterator[Record]:
         return read_journal(self._run_dir, on_note=_unsaid)
@@ -116,12 +166,11 @@ class _Remaker:
             )
         return Recovery(state, self._sizes)
 
-    def _compare(self, event: BatchShipped, seq: int, tokens: TokenReader) -> Differs | None:
+    def _make(self, event: BatchShipped, seq: int, tokens: TokenReader) -> tuple[str, ...]:
+        wanted = self._cut.pop(event.step, ())
         if self._recovery is None:
             raise _CannotMake(self._unfolded)
-        shipped = event.digests or self._on_disk(event.step)
         tokens.read_to(seq)
-        wanted = self._cut.pop(event.step)
         try:
             batch = self._recovery.batch(event.step, tokens.rollouts, tokens.extras)
         except CannotFold as why:
@@ -130,12 +179,7 @@ class _Remaker:
             raise _CannotMake(self._lost()) from why
         finally:
             tokens.forget(wanted)
-        made = self._digests(batch)
-        for rank in range(max(len(shipped), len(made))):
-            then, now = (each[rank] if rank < len(each) else "" for each in (shipped, made))
-            if then != now:
-                return Differs(event.step, rank, then, now)
-        return None
+        return self._digests(batch)
 
     def _lost(self) -> str:
         if not self._dropped:
@@ -145,14 +189,6 @@ class _Remaker:
             "or journal.keep_token_mb dropped them"
         )
 
-    def _on_disk(self, step: int) -> tuple[str, ...]:
-        folder = batch_dir(self._run_dir, step)
-        if not folder.is_dir():
-            raise _CannotMake(
-                "the journal has no hash of its files, as an earlier release wrote none, and they are gone"
-            )
-        return tuple([digest_of(rank_file(self._run_dir, step, n)) for n, _ in enumerate(folder.iterdir())])
-
     def _digests(self, batch: Batch) -> tuple[str, ...]:
         if (opened := self._opened) is None:
             raise _CannotMake("the beginning of this life is not in the journal")
@@ -160,7 +196,8 @@ class _Remaker:
         if not path.is_file():
             raise _CannotMake(f"{path}, which says how it was packed, is gone")
         packed = pack_as(self._config(path).batch, batch)
-        return tuple([encode(packed, n, run_id=opened.run_id).digest for n, _ in enumerate(packed.ranks)])
+        run_id = opened.run_id if self._run_id is None else self._run_id
+        return tuple([encode(packed, n, run_id=run_id).digest for n, _ in enumerate(packed.ranks)])
 
     def _config(self, path: Path) -> RunConfig:
         if path not in self._configs:
@@ -179,7 +216,7 @@ def _unsaid(note: str) -> None:
 # ── telling ──
 
 
-def told(found: Remade) -> str:
+def told(found: Remade, shipped: str = "shipped", made: str = "made now") -> str:
     """Sentences for people."""
     said = []
     for why, several in groupby(found.not_made, key=lambda each: each.why):
@@ -188,9 +225,9 @@ def told(found: Remade) -> str:
         said.append(f"{which} not made again: {why}")
     if (d := found.differs) is not None:
         said += [
-            f"batch {d.step}, rank {d.rank}, is made otherwise than it was shipped; the {found.same} before it are the same",
-            f"  shipped   {d.shipped or 'nothing for this rank'}",
-            f"  made now  {d.made or 'nothing for this rank'}",
+            f"batch {d.step}, rank {d.rank}, differs; {found.same} before it are the same",
+            f"  {shipped:<10}{d.shipped or 'nothing for this rank'}",
+            f"  {made:<10}{d.made or 'nothing for this rank'}",
         ]
     else:
         said.append(

@@ -39,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="make every batch again from the recorded rollouts instead, and compare the bytes",
     )
     parser.add_argument(
+        "--against", metavar="OTHER", type=Path, help="with --batches: compare with those of another run"
+    )
+    parser.add_argument(
         "--keep",
         metavar="FILE",
         type=Path,
@@ -51,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.batches:
+    if args.batches or args.against is not None:
         return _make_batches(args)
     if args.keep is not None:
         return _keep(args)
@@ -106,8 +109,13 @@ def _keep(args: argparse.Namespace) -> int:
 def _make_batches(args: argparse.Namespace) -> int:
     from paceline.cli import remade
 
-    found = remade.remade(args.run)
-    print(json.dumps(remade.as_json(found)) if args.json else printable(remade.told(found)))
+    if args.against is None:
+        found = remade.remade(args.run)
+        text = remade.told(found)
+    else:
+        found = remade.against(args.run, args.against)
+        text = remade.told(found, str(args.against), str(args.run))
+    print(json.dumps(remade.as_json(found)) if args.json else printable(text))
     if not found.same and found.differs is None:
         raise ConfigError(f"{args.run}: no batch could be made again")
     return 1 if found.differs is not None else 0

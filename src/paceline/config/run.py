@@ -22,6 +22,7 @@ from paceline.config.scheduling import (
     OverlapScheduling,
     PartialScheduling,
     SchedulingSection,
+    SynchronousScheduling,
     UnbiasedTailScheduling,
 )
 from paceline.config.trainer import CheckpointSection, ReferenceTrainer, TrainerSection
@@ -36,6 +37,9 @@ class RunSection(Section):
     """Folder that holds run directories."""
     seed: int = Field(default=0, ge=0)
     """Seeds task order, mixing, group states and sampling noise."""
+    deterministic: bool = False
+    """Whether a run of the same config, on the same machine, makes the same batches bit for bit. Needs the embedded engine and
+    `scheduling.type = "synchronous"`, and costs speed: docs/repeating.md."""
     max_steps: int = Field(default=100, ge=1)
     """Optimizer steps; the run ends when the last one's weights are in."""
     outage_s: float = Field(default=3600.0, ge=0)
@@ -199,6 +203,33 @@ class RunConfig(Section):
                     f"{section.max_staleness}: the longest would always be dropped; raise max_staleness or "
                     'budget_tokens, or set on_stale = "mask_tokens"'
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_repeated(self) -> Self:
+        if not self.run.deterministic:
+            return self
+        if not isinstance(self.engine, EmbeddedEngine):
+            raise ValueError(
+                f"run.deterministic is true, but engine {self.engine.type!r} does not promise the same tokens whoever shares a "
+                'step with them, as engine.type = "embedded" does: set it to false; from what was recorded, the batches of any '
+                "engine are made again by `paceline replay RUN --batches`"
+            )
+        if self.engine.dtype != "float32":
+            raise ValueError(
+                f"run.deterministic is true, but engine.dtype is {self.engine.dtype!r}: the engine keeps the last bits in "
+                '"float32" only'
+            )
+        if not isinstance(self.scheduling, SynchronousScheduling):
+            raise ValueError(
+                f"run.deterministic is true, but under scheduling.type {self.scheduling.type!r} the clock decides which version "
+                'samples a token: set scheduling.type = "synchronous"'
+            )
+        if not isinstance(self.admission, FixedAdmission) and not self.admission.park:
+            raise ValueError(
+                "run.deterministic is true, but admission.park is false: under overload the youngest rollouts are cancelled, "
+                "whenever that is; set admission.park = true"
+            )
         return self
 
     @model_validator(mode="after")

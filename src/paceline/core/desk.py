@@ -73,6 +73,10 @@ class CoreDesk:
         return self._out.now
 
     @property
+    def measuring(self) -> bool:
+        return self.flights.evals > 0 or bool(self._launcher.evals)
+
+    @property
     def out_of_tasks(self) -> bool:
         return self._launcher.curriculum.exhausted
 

@@ -75,6 +75,7 @@ class Launcher:
         """Put off so far."""
         self._setup = setup
         self._policy = scheduling
+        self._repeats = scheduling.repeats
         self._learner = admission if admission.learns else None
         self._fleet = fleet
         self._flights = flights
@@ -93,14 +94,15 @@ class Launcher:
 
         `cut` batches were cut, `processing` groups are being processed; `draining` starts no more training.
         """
+        if self._repeats and not draining and not self._fleet.is_empty:
+            self._open_all(cut, processing)
         free = self._fleet.free()
         if free <= 0:
             return
         eval_limit = self._eval_limit(draining) if self.evals else 0
         by_order = self._policy.has_order
         if by_order and not draining:
-            while self._open_next(cut, processing) is not None:
-                pass
+            self._open_all(cut, processing)
         while free > 0:
             if self._learner is not None and self._fleet.free() <= 0:
                 return  # a start may take more than one permit's room: a window of the burst rule began with it
@@ -269,6 +271,10 @@ class Launcher:
             self.owing -= 1
         return started
 
+    def _open_all(self, cut: int, processing: int) -> None:
+        while self._open_next(cut, processing) is not None:
+            pass
+
     def _open_next(self, cut: int, processing: int) -> OpenGroup | None:
         """Open a group that has places: what was put off, if the policy wants it now, else a task that is drawn."""
         policy = self._policy
@@ -285,7 +291,8 @@ class Launcher:
                 return self._open_kept(kept, cut) if self._rate_allows(kept.task.env) else None
         if not (idle or policy.may_draw()):
             return None
-        task = self.curriculum.draw(self._rate_allows)
+        # What is drawn may not depend on the clock where the run is to repeat: then it is opened, and waits.
+        task = self.curriculum.draw(_always if self._repeats else self._rate_allows)
         for passed in self.curriculum.skipped:
             self._out.say(do.SkipTask(passed))
         return None if task is None else self._open(task, cut)
@@ -369,7 +376,7 @@ class Launcher:
         group.places = group.needs
         self.pacing.taken += group.places
         self._policy.opened(group)
-        if self._policy.has_order:
+        if self._policy.has_order or self._repeats:
             self._note_opened(group)
         return group
 
@@ -432,3 +439,7 @@ class Launcher:
             )
         )
         return flight
+
+
+def _always(_env: EnvName) -> bool:
+    return True

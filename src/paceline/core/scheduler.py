@@ -188,7 +188,7 @@ class Core:
         if self.fleet.held != self._measured and self._open_due_evals():
             may_go_on = True
         if may_go_on:
-            self._advance(may_cut=type(event) is not on.RolloutEnded)
+            self._advance(may_cut=type(event) is not on.RolloutEnded or self.scheduling.repeats)
             if self._save_due:
                 self._save_if_due()
         return commands

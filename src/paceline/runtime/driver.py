@@ -32,7 +32,7 @@ from paceline.ports import BatchSink, Engine, Journal, PolicySource
 from paceline.runtime.inbox import Gates, Inbox
 from paceline.runtime.model import Launch
 from paceline.runtime.offload import Offload, is_cancelled
-from paceline.runtime.processor import GroupProcessor
+from paceline.runtime.processor import Processor
 from paceline.runtime.room import Room
 from paceline.runtime.runner import RolloutRunner
 from paceline.runtime.starts import Starts
@@ -76,7 +76,7 @@ class Driver:
         gates: Gates,
         runner: RolloutRunner,
         engines: Mapping[EngineId, Engine],
-        processor: GroupProcessor,
+        processor: Processor,
         sink: BatchSink,
         policy: PolicySource,
         journal: Journal,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -34,6 +34,12 @@ class EnvProcessing(msgspec.Struct, frozen=True):
 
     rules: GroupRules
     algorithm: Algorithm
+
+
+class Processor(Protocol):
+    """Answers `ProcessGroup`."""
+
+    async def process(self, group: ClosedGroup) -> GroupProcessed: ...
 
 
 class GroupProcessor:

@@ -11,6 +11,7 @@ from paceline.core.scheduling import (
     Overlap,
     Overprovision,
     Partial,
+    Repeating,
     Scheduling,
     Synchronous,
     TailRounds,
@@ -42,3 +43,6 @@ POLICIES: dict[str, Kind] = {
     "unbiased_resume": Kind(lambda: UnbiasedTail(5, "resume"), max_staleness=32, algorithm="rloo"),
     "tail_rounds": Kind(lambda: TailRounds(1.25, 1.5)),
 }
+"""What storms choose from, whose seeds are written down: another one would make others of them."""
+
+ALL_POLICIES: dict[str, Kind] = {**POLICIES, "repeating": Kind(Repeating)}

@@ -33,6 +33,7 @@ from paceline.envs.protocol import Environment
 from paceline.errors import InvariantError
 from paceline.ports import Engine
 from paceline.runtime.driver import Driver
+from paceline.runtime.in_order import InOrder
 from paceline.runtime.inbox import Gates, Inbox
 from paceline.runtime.loads import poll_load
 from paceline.runtime.model import EnvRuntime
@@ -73,6 +74,8 @@ class DriverRun:
     checkpoints: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     finish: do.FinishRun | None = None
     seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
+    """What people are told of a run that is to repeat."""
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -183,6 +186,9 @@ def run_driver(
             )
             for spec in setup.train
         }
+        processor = GroupProcessor(processing, Inline())
+        in_order = InOrder(processor, core, run.notes.append) if core.scheduling.repeats else None
+        watched = [_Watched(setup, core, made, resumed=state is not None)]
         made_room = Room(
             post=inbox.post,
             tell=lambda _text: None,
@@ -195,7 +201,7 @@ def run_driver(
             gates=gates,
             runner=runner,
             engines=made,
-            processor=GroupProcessor(processing, Inline()),
+            processor=in_order or processor,
             sink=run.trainer,
             policy=run.trainer,
             journal=run.journal,
@@ -204,9 +210,7 @@ def run_driver(
             offload=Inline(),
             revive=lambda engine: made[engine].revive(),
             slice_s=inf,
-            folds=[_Watched(setup, core, made, resumed=state is not None)]
-            if watch and not durable_first
-            else [],
+            folds=[*(watched if watch and not durable_first else ()), *((in_order,) if in_order else ())],
             durable_first=durable_first,
             room=made_room if room else None,
         )

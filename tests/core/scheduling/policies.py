@@ -6,7 +6,8 @@ from typing import Any
 
 from paceline.core.setup import CoreSetup
 from paceline.testing import setup_for, train_env
-from paceline.testing.policies import POLICIES, Kind
+from paceline.testing.policies import ALL_POLICIES as POLICIES
+from paceline.testing.policies import Kind
 
 __all__ = ["POLICIES", "Kind", "setup_of"]
 

@@ -12,6 +12,7 @@ from paceline.core.scheduling.kv_area import KvArea
 from paceline.core.scheduling.overlap import Overlap
 from paceline.core.scheduling.overprovision import Overprovision
 from paceline.core.scheduling.partial import Partial
+from paceline.core.scheduling.repeating import Repeating
 from paceline.core.scheduling.synchronous import Synchronous
 from paceline.core.scheduling.tail_rounds import TailRounds
 from paceline.core.scheduling.unbiased_tail import UnbiasedTail
@@ -23,6 +24,7 @@ __all__ = [
     "Overlap",
     "Overprovision",
     "Partial",
+    "Repeating",
     "Rounds",
     "Scheduling",
     "Synchronous",

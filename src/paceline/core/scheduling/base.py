@@ -63,6 +63,11 @@ class Desk(Protocol):
     def now(self) -> float: ...
 
     @property
+    def measuring(self) -> bool:
+        """Whether evals run, or wait to."""
+        ...
+
+    @property
     def out_of_tasks(self) -> bool:
         """Whether the curriculum has nothing left to draw."""
         ...
@@ -156,6 +161,9 @@ class Scheduling:
     """Whether it decides which rollout starts or goes on first, and where."""
     cuts_whole = False
     """Whether a batch takes all that waits, rather than its size."""
+    repeats = False
+    """Whether no decision may depend on the clock: groups open as soon as they have places, whether there are permits or not, and a
+    batch may have waited for evals to end."""
 
     desk: Desk
 

@@ -18,6 +18,7 @@ from paceline.core.scheduling.kv_area import KvArea
 from paceline.core.scheduling.overlap import Overlap
 from paceline.core.scheduling.overprovision import Overprovision
 from paceline.core.scheduling.partial import Partial
+from paceline.core.scheduling.repeating import Repeating
 from paceline.core.scheduling.synchronous import Synchronous
 from paceline.core.scheduling.tail_rounds import TailRounds
 from paceline.core.scheduling.unbiased_tail import UnbiasedTail
@@ -27,7 +28,7 @@ def scheduling_of(config: RunConfig) -> Scheduling:
     """The policy of `[scheduling]`, for one core."""
     section = config.scheduling
     if isinstance(section, SynchronousScheduling):
-        return Synchronous()
+        return Repeating() if config.run.deterministic else Synchronous()
     if isinstance(section, OverprovisionScheduling):
         return Overprovision(section.factor, section.late)
     if isinstance(section, PartialScheduling):
