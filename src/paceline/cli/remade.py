@@ -224,10 +224,11 @@ def told(found: Remade, shipped: str = "shipped", made: str = "made now") -> str
         which = f"batch {steps[0]} was" if len(steps) == 1 else f"batches {steps[0]} to {steps[-1]} were"
         said.append(f"{which} not made again: {why}")
     if (d := found.differs) is not None:
+        width = max(len(shipped), len(made))
         said += [
             f"batch {d.step}, rank {d.rank}, differs; {found.same} before it are the same",
-            f"  {shipped:<10}{d.shipped or 'nothing for this rank'}",
-            f"  {made:<10}{d.made or 'nothing for this rank'}",
+            f"  {shipped:<{width}}  {d.shipped or 'nothing for this rank'}",
+            f"  {made:<{width}}  {d.made or 'nothing for this rank'}",
         ]
     else:
         said.append(
