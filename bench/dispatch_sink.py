@@ -116,7 +116,9 @@ class Runner:
         context = 0
         for prompt, sampled in self.payload.shape:
             context += prompt
-            grant = await self.gates.request(on.TurnRequested(command.rollout, context, sampled))
+            grant = self.gates.request(on.TurnRequested(command.rollout, context, sampled))
+            if not isinstance(grant, do.GrantTurn):
+                grant = await grant
             self.gates.report(
                 on.SegmentEnded(command.rollout, grant.engine, ((grant.version, sampled),), "stop")
             )

@@ -193,17 +193,22 @@ class EngineState:
         return here and flight.at_gate and not flight.parked and flight.cancelled is None
 
 
+class _ById(dict[EngineId, EngineState]):
+    def __missing__(self, engine: EngineId) -> EngineState:
+        raise InvariantError(f"engine {engine!r} never joined; known: {sorted(self)}")
+
+
 class Fleet:
     """All engines of a run."""
 
     __slots__ = (
         "_admission",
         "_all_usable",
-        "_engines",
         "_free",
         "_refused",
         "_roomy",
         "_stale",
+        "by_id",
         "held",
         "homeless",
         "newest",
@@ -217,7 +222,8 @@ class Fleet:
         self._admission = admission
         self.stopped = ""
         """Why nothing may start, and no call begin, on any engine (`RunHeld`); empty when they may."""
-        self._engines: dict[EngineId, EngineState] = {}
+        self.by_id: dict[EngineId, EngineState] = _ById()
+        """For whoever looks one up at every turn. Changed here alone."""
         self._all_usable = False
         """Whether no engine is out or not ready yet."""
         self._free = 0
@@ -240,17 +246,14 @@ class Fleet:
         """Version that every usable engine holds at least: what new work may count on."""
 
     def __getitem__(self, engine: EngineId) -> EngineState:
-        try:
-            return self._engines[engine]
-        except KeyError:
-            raise InvariantError(f"engine {engine!r} never joined; known: {sorted(self._engines)}") from None
+        return self.by_id[engine]
 
     def engines(self) -> list[EngineState]:
-        return list(self._engines.values())
+        return list(self.by_id.values())
 
     def cap(self) -> int:
         """Rollouts that all usable engines may hold together."""
-        return sum(self._admission.cap(e.id) for e in self._engines.values() if e.usable)
+        return sum(self._admission.cap(e.id) for e in self.by_id.values() if e.usable)
 
     def free(self) -> int:
         """Permits left over all usable engines."""
@@ -274,8 +277,8 @@ class Fleet:
             if room:
                 heappush(self._roomy, (-room, engine.number, engine))
         self._stale.clear()
-        if len(self._roomy) > 8 * len(self._engines) + 64:
-            self._roomy = [(-e.room, e.number, e) for e in self._engines.values() if e.room]
+        if len(self._roomy) > 8 * len(self.by_id) + 64:
+            self._roomy = [(-e.room, e.number, e) for e in self.by_id.values() if e.room]
             heapify(self._roomy)
 
     def room(self, engine: EngineState) -> int:
@@ -285,7 +288,7 @@ class Fleet:
     def place(self, preferred: EngineId | None) -> EngineState | None:
         """An engine with room: the preferred one, else the one with most room; None when all are full."""
         if preferred is not None:
-            engine = self._engines.get(preferred)
+            engine = self.by_id.get(preferred)
             if engine is not None and engine.usable and self._admission.room(preferred, engine.active) > 0:
                 return engine
         if self._stale:
@@ -306,7 +309,7 @@ class Fleet:
             prefill_s = self.placement.prefill_s(there.id, env, self._admission.prefill_s(there.id))
         if there is None or prefill_s is None:
             return next(iter(groups), None)  # there is no choice, or nothing to choose by
-        engines, frees_within = self._engines, self.placement.frees_within
+        engines, frees_within = self.by_id, self.placement.frees_within
         all_soon = self._all_usable and self.placement.all_free_within(len(engines), prefill_s, now)
         for group in groups:
             if group.engine is None:
@@ -320,15 +323,15 @@ class Fleet:
 
     def place_anyway(self) -> EngineState | None:
         """The usable engine that holds fewest rollouts, room or not; None when none is usable."""
-        usable = [engine for engine in self._engines.values() if engine.usable]
+        usable = [engine for engine in self.by_id.values() if engine.usable]
         return min(usable, key=lambda engine: engine.active, default=None)
 
     def joined(self, event: EngineJoined, catch_up: Version) -> EngineState:
         """An engine answers. It is ready unless the others already hold something newer, `catch_up`."""
-        known = self._engines.get(event.info.id)
+        known = self.by_id.get(event.info.id)
         if known is not None and known.out is None:
             raise InvariantError(f"engine {event.info.id!r} joined twice")
-        number = len(self._engines) if known is None else known.number
+        number = len(self.by_id) if known is None else known.number
         ready = event.version >= catch_up
         state = EngineState(event.info.id, event.version, ready, number, self._stale)
         if known is not None:
@@ -340,8 +343,8 @@ class Fleet:
             state.calls_to_stop = known.calls_to_stop
             state.strays = known.strays
         state.kv_tokens = event.info.kv_tokens
-        self._engines[event.info.id] = state
-        self.several = len(self._engines) > 1
+        self.by_id[event.info.id] = state
+        self.several = len(self.by_id) > 1
         self._admission.joined(event.info)
         self._recount()
         return state
@@ -360,17 +363,17 @@ class Fleet:
     @property
     def is_empty(self) -> bool:
         """Whether no engine is usable."""
-        return not any(e.usable for e in self._engines.values())
+        return not any(e.usable for e in self.by_id.values())
 
     def why_empty(self) -> str:
         """Each engine, and why it is not used."""
-        return "; ".join(f"{e.id}: {e.out or 'not ready'}" for e in self._engines.values()) or "none joined"
+        return "; ".join(f"{e.id}: {e.out or 'not ready'}" for e in self.by_id.values()) or "none joined"
 
     def to_update(self) -> list[EngineState]:
         """Engines that should begin to load the newest version now."""
         return [
             e
-            for e in self._engines.values()
+            for e in self.by_id.values()
             if e.out is None
             and e.loading is None
             and e.held < self.newest
@@ -411,18 +414,18 @@ class Fleet:
         """
         version, count = self._refused
         self._refused = version, count = event.version, (count if version == event.version else 0) + 1
-        has_it = any(e.usable and e.held >= event.version for e in self._engines.values())
-        if count >= 2 * LOAD_ATTEMPTS * len(self._engines) and not has_it:
+        has_it = any(e.usable and e.held >= event.version for e in self.by_id.values())
+        if count >= 2 * LOAD_ATTEMPTS * len(self.by_id) and not has_it:
             raise EngineError(
                 f"v{event.version} did not load {count} times, on no engine, last: {event.error}; look at what the "
                 "trainer publishes"
             )
 
     def _recount(self) -> None:
-        self._all_usable = all(engine.usable for engine in self._engines.values())
+        self._all_usable = all(engine.usable for engine in self.by_id.values())
         self._free = 0
         self._roomy.clear()
-        for engine in self._engines.values():
+        for engine in self.by_id.values():
             engine.room = 0
             engine.touch()
-        self.held = min((e.held for e in self._engines.values() if e.usable), default=self.held)
+        self.held = min((e.held for e in self.by_id.values() if e.usable), default=self.held)

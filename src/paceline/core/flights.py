@@ -78,13 +78,19 @@ class Flight(msgspec.Struct, eq=False, gc=False):
         return (self.started, self.id) < (other.started, other.id)
 
 
+class _ById(dict[RolloutId, Flight]):
+    def __missing__(self, rollout: RolloutId) -> Flight:
+        raise InvariantError(f"{rollout} is not in flight: it ended, or was never started")
+
+
 class Flights:
     """The in-flight ledger, with an index by oldest version so that a sweep touches only what it takes."""
 
-    __slots__ = ("_by_id", "_by_version", "evals", "of_env", "trains")
+    __slots__ = ("_by_version", "by_id", "evals", "of_env", "trains")
 
     def __init__(self) -> None:
-        self._by_id: dict[RolloutId, Flight] = {}
+        self.by_id: dict[RolloutId, Flight] = _ById()
+        """For whoever looks one up at every turn, which a method would cost as much as the rest. Changed here alone."""
         self._by_version: dict[Version, dict[RolloutId, Flight]] = {}
         self.evals = 0
         self.trains = 0
@@ -92,40 +98,37 @@ class Flights:
         """Training rollouts in flight by environment."""
 
     def __len__(self) -> int:
-        return len(self._by_id)
+        return len(self.by_id)
 
     def __contains__(self, rollout: RolloutId) -> bool:
-        return rollout in self._by_id
+        return rollout in self.by_id
 
     def __getitem__(self, rollout: RolloutId) -> Flight:
-        try:
-            return self._by_id[rollout]
-        except KeyError:
-            raise InvariantError(f"{rollout} is not in flight: it ended, or was never started") from None
+        return self.by_id[rollout]
 
     def all(self) -> list[Flight]:
         """Every flight, oldest first."""
-        return list(self._by_id.values())
+        return list(self.by_id.values())
 
     @property
     def is_training(self) -> bool:
         """Whether any train rollout is not held by the scheduling policy."""
-        return any(not f.held and f.task.split == "train" for f in self._by_id.values())
+        return any(not f.held and f.task.split == "train" for f in self.by_id.values())
 
     def trains_now(self) -> list[Flight]:
         """Every train flight, oldest first."""
-        return [f for f in self._by_id.values() if f.task.split == "train"]
+        return [f for f in self.by_id.values() if f.task.split == "train"]
 
     def of_group(self, group: GroupId, members: int, attempts: int) -> list[Flight]:
         """The flights of a group, by member."""
-        found = self._by_id
+        found = self.by_id
         ids = (RolloutId(group, member, attempt) for member in range(members) for attempt in range(attempts))
         return [found[rollout] for rollout in ids if rollout in found]
 
     def add(self, flight: Flight) -> None:
-        if flight.id in self._by_id:
+        if flight.id in self.by_id:
             raise InvariantError(f"{flight.id} is in flight already")
-        self._by_id[flight.id] = flight
+        self.by_id[flight.id] = flight
         if flight.task.split == "eval":
             self.evals += 1
         else:
@@ -135,7 +138,7 @@ class Flights:
 
     def remove(self, rollout: RolloutId) -> Flight:
         flight = self[rollout]
-        del self._by_id[rollout]
+        del self.by_id[rollout]
         if flight.task.split == "eval":
             self.evals -= 1
         else:
@@ -174,7 +177,7 @@ class Flights:
                 f.stood,
                 f.late,
             ).plain()
-            for f in self._by_id.values()
+            for f in self.by_id.values()
         ]
 
     def older_than(self, version: Version) -> list[Flight]:

@@ -127,8 +127,8 @@ class Core:
             on.LoadReported: self._load_reported,
             on.PolicyPublished: self._policy_published,
             on.WeightsLoaded: self._weights_loaded,
-            on.TurnRequested: self._turn_requested,
-            on.SegmentEnded: self._segment_ended,
+            on.TurnRequested: self.turns.turn_requested,
+            on.SegmentEnded: self.turns.segment_ended,
             on.RolloutContinued: self._rollout_continued,
             on.RolloutEnded: self._rollout_ended,
             on.GroupProcessed: self._group_processed,
@@ -241,13 +241,6 @@ class Core:
     def _weights_loaded(self, event: on.WeightsLoaded) -> bool:
         self.turns.loaded(event)
         return True
-
-    def _turn_requested(self, event: on.TurnRequested) -> bool:
-        return self.turns.turn_requested(event)
-
-    def _segment_ended(self, event: on.SegmentEnded) -> bool:
-        self.turns.segment_ended(event)
-        return False
 
     def _rollout_continued(self, event: on.RolloutContinued) -> bool:
         self.continuing.continued(event)

@@ -29,7 +29,9 @@ class Turns:
     __slots__ = (
         "_account",
         "_admission",
+        "_engine_of",
         "_fleet",
+        "_flight_of",
         "_flights",
         "_learner",
         "_no_engine_since",
@@ -54,6 +56,8 @@ class Turns:
         self._learner = admission if admission.learns else None
         self._fleet = fleet
         self._flights = flights
+        self._flight_of = flights.by_id
+        self._engine_of = fleet.by_id
         self._account = account
         self._out = out
         self._no_engine_since = 0.0
@@ -93,8 +97,8 @@ class Turns:
 
     def turn_requested(self, event: on.TurnRequested) -> bool:
         """Whether something may start because of it: the scheduling policy took the rollout off its engine."""
-        flight = self._flights[event.rollout]
-        engine = self._fleet[flight.engine]
+        flight = self._flight_of[event.rollout]
+        engine = self._engine_of[flight.engine]
         if not flight.parked:
             engine.working_tokens += event.context_tokens - flight.context
         flight.context = event.context_tokens
@@ -113,14 +117,15 @@ class Turns:
                 if flight.held or flight.cancelled is not None:
                     return True
             if not flight.parked:
-                self._ask_gate(flight)
+                self._ask_gate(flight, engine)
             elif engine.out is not None and not self._fleet.is_empty:
                 self.resume_parked(self._move(flight))
         return False
 
-    def segment_ended(self, event: on.SegmentEnded) -> None:
-        flight = self._flights[event.rollout]
-        engine = self._fleet[event.engine]
+    def segment_ended(self, event: on.SegmentEnded) -> bool:
+        """Whether something may start because of it: nothing, since the rollout keeps its permit."""
+        flight = self._flight_of[event.rollout]
+        engine = self._engine_of[event.engine]
         flight.calling = False
         engine.calls -= 1
         engine.calling_tokens -= flight.context
@@ -172,6 +177,7 @@ class Turns:
                 self.update_engines("the calls of cancelled rollouts have stopped")
         if engine.waiting:
             self.release_gate(engine)
+        return False
 
     def loaded(self, event: on.WeightsLoaded) -> None:
         engine = self._fleet[event.engine]
@@ -208,8 +214,7 @@ class Turns:
 
     # ── the gate ──
 
-    def _ask_gate(self, flight: Flight) -> None:
-        engine = self._fleet[flight.engine]
+    def _ask_gate(self, flight: Flight, engine: EngineState) -> None:
         if engine.out is not None:
             if self._fleet.is_empty:
                 self._fleet.homeless.append(flight)
@@ -307,7 +312,7 @@ class Turns:
             self._learner.started(engine, flight, self._out.now)
         self._out.say(do.ResumeRollout(flight.id, f"{engine.active} of {self._admission.cap(engine.id)} run"))
         if flight.at_gate:
-            self._ask_gate(flight)
+            self._ask_gate(flight, self._engine_of[flight.engine])
 
     # ── what the scheduling policy holds ──
 
@@ -368,7 +373,7 @@ class Turns:
             self._out.say(do.ReviveEngine(engine.id, why))
         for flight in self._fleet.taken_out(engine, why):
             if self._still_waits(flight):
-                self._ask_gate(flight)
+                self._ask_gate(flight, self._engine_of[flight.engine])
         self._rehouse_parked()
         if self._fleet.is_empty:
             self._no_engine_since = self._out.now
@@ -382,7 +387,7 @@ class Turns:
             homeless, self._fleet.homeless = self._fleet.homeless, []
             for flight in homeless:
                 if self._still_waits(flight):
-                    self._ask_gate(flight)
+                    self._ask_gate(flight, self._engine_of[flight.engine])
         self._rehouse_parked()
 
     def check_for_engines(self) -> None:

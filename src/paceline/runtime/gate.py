@@ -12,8 +12,8 @@ from paceline.domain.events import SegmentEnded, TurnRequested
 class TurnGate(Protocol):
     """Asks the core for a model call. The driver implements it."""
 
-    def request(self, event: TurnRequested) -> asyncio.Future[GrantTurn]:
-        """Ask for one engine request; the future is set when it may be sent.
+    def request(self, event: TurnRequested) -> GrantTurn | asyncio.Future[GrantTurn]:
+        """Ask for one engine request: granted at once, or when the future is set.
 
         Whoever asked may cancel the future, and has then no more part in it: a grant that comes all the same is
         answered by the gate, with a `SegmentEnded` that sampled nothing.

@@ -93,18 +93,27 @@ class Inbox:
 class Gates:
     """The turn gate of every rollout: implements `TurnGate` for the runner, opened by the driver."""
 
-    __slots__ = ("_inbox", "_loop", "_waiting")
+    __slots__ = ("_asks", "_granted", "_inbox", "_loop", "_waiting")
 
     def __init__(self, inbox: Inbox) -> None:
         self._inbox = inbox
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[RolloutId, asyncio.Future[GrantTurn]] = {}
+        self._asks: RolloutId | None = None
+        """Whose request is being handled."""
+        self._granted: GrantTurn | None = None
+        """The answer to it, if it came at once."""
 
-    def request(self, event: TurnRequested) -> asyncio.Future[GrantTurn]:
-        """A rollout asks for a model call; the future is set when it may go ahead, which may be at once."""
+    def request(self, event: TurnRequested) -> GrantTurn | asyncio.Future[GrantTurn]:
+        """A rollout asks for a model call, and may go ahead at once, or when the future is set."""
+        self._asks = event.rollout
+        self._inbox.post(event)
+        self._asks = None
+        if (granted := self._granted) is not None:
+            self._granted = None
+            return granted
         future: asyncio.Future[GrantTurn] = self._loop.create_future()
         self._waiting[event.rollout] = future
-        self._inbox.post(event)
         return future
 
     def report(self, event: SegmentEnded) -> None:
@@ -113,6 +122,9 @@ class Gates:
 
     def open(self, command: GrantTurn) -> None:
         """Let it through."""
+        if command.rollout is self._asks:
+            self._granted = command
+            return
         future = self._waiting.pop(command.rollout, None)
         if future is not None and not future.done():
             future.set_result(command)

@@ -409,10 +409,12 @@ class ModelCalls(Calls):
         # So the chain goes on token by token until the string is complete or ruled out.
         in_stop = bool(stop) and call.segments > 0 and _may_be_in_stop(self._tail(stop), stop)
         asked = self._clock()
-        future = self._gate.request(TurnRequested(self._rollout, recorder.context_tokens, left))
-        if not future.done():
-            await self._wait(future)
-        grant = self._accepted(future)
+        answer = self._gate.request(TurnRequested(self._rollout, recorder.context_tokens, left))
+        if not isinstance(answer, GrantTurn):
+            if not answer.done():
+                await self._wait(answer)
+            answer = answer.result()
+        grant = self._accepted(answer)
         if self._parked:
             self._parked = False
             self._return(grant)
@@ -607,9 +609,8 @@ class ModelCalls(Calls):
         finally:
             self.where, self.pending = "env", None
 
-    def _accepted(self, future: asyncio.Future[GrantTurn]) -> GrantTurn:
+    def _accepted(self, grant: GrantTurn) -> GrantTurn:
         """The grant, unless the rollout was stopped in the same moment."""
-        grant = future.result()
         if self.stop is not None:
             self._return(grant)
             raise asyncio.CancelledError
