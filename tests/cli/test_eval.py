@@ -210,6 +210,12 @@ def test_its_tool_calls_are_carried_out_and_answered_under_its_own_names(
     assert rollouts[0]["metrics"]["tool_calls"] == 2
 
 
+def test_an_environment_in_a_worker_process_is_played_too(endpoint: Endpoint, evaluated: Any) -> None:
+    code, printed, rollouts = evaluated("reverse-text", examples=3, workers__type="process")
+    assert (code, json.loads(printed)["mean_reward"]) == (0, 1.0)
+    assert rollouts[0]["sampled_tokens"] == 5
+
+
 @pytest.mark.parametrize(
     ("limits", "cause", "turns"),
     [
