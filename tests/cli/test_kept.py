@@ -124,6 +124,8 @@ def test_a_kept_journal_needs_no_environment_and_holds_no_argument(
 
     monkeypatch.setattr("paceline.cli.environments.environment_of", none_to_be_had)
     assert replays(kept) == len(records)
+    assert main(["replay", str(kept), "--batches"]) == 2
+    assert "is a kept journal, which has no tokens" in capsys.readouterr().err
 
 
 def forged(kept: Path, records: Iterable[Record]) -> Path:

@@ -54,6 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.run.is_file() and (args.batches or args.against is not None or args.keep is not None):
+        raise ConfigError(
+            f"{args.run} is a kept journal, which has no tokens and is kept already: give the run's directory"
+        )
     if args.batches or args.against is not None:
         return _make_batches(args)
     if args.keep is not None:
