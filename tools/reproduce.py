@@ -140,6 +140,29 @@ def s2(seeds: int, processes: int) -> list[Row]:
     ]  # fmt: skip
 
 
+OTHERS = 0.30
+"""Share of a synchronous step that is reward and training, as RollPacker reports it for S1: 28, 34 and 29% by kind of task."""
+
+
+def whole_steps(seeds: int, processes: int) -> list[Row]:
+    """Tail rounds alone, beside reward and training that take as long as beside a synchronous rollout of `rollout_s`, which is
+    what RollPacker reports."""
+    rows = []
+    for scenario, name, rollout_s, paper in (
+        ("S1", "s1-rollpacker-16k", 277, 1.48),
+        ("S2", "s2-rollpacker-32k", 673, 2.21),
+    ):
+        cells = run(name, seeds, ("synchronous", "tail-rounds"), processes)
+        others_s = rollout_s * OTHERS / (1 - OTHERS)
+        took = {(c.policy, c.seed): c.numbers["rollout_s"] + others_s for c in cells}
+        found = [
+            took["synchronous", seed] / s for (policy, seed), s in took.items() if policy == "tail-rounds"
+        ]
+        check = f"RollPacker on {scenario}: tail rounds, steps with reward and training, times as fast"
+        rows.append(Row(check, f"{paper:.2f}", confidence(found), 0.85 * paper, 1.15 * paper))
+    return rows
+
+
 def s3(seeds: int, processes: int) -> list[Row]:
     cells = run("s3-seer-qwen-vl", seeds, (*SEER, "kv-area"), processes)
     share = derived(cells, "synchronous", lambda n: n["tail_s"] / n["rollout_s"])
@@ -217,6 +240,21 @@ def speculating(
     return rows
 
 
+def unordered(seeds: int, processes: int) -> list[Row]:
+    """Seer's divided rollouts without its order: a scenario of its own, so that it can be made by itself."""
+    rows = []
+    for scenario, name, workload, paper in (
+        ("S3", "s3-seer-qwen-vl", "seer-qwen-vl", 1.42),
+        ("S4", "s4-moonlight", "seer-moonlight", 1.41),
+        ("S4b", "s4b-kimi-k2", "seer-k2", 1.16),
+    ):
+        cells = run(name, seeds, ("synchronous", "divided, no order"), processes)
+        found = ratio(cells, workload, "divided, no order", "rollout_s")
+        check = f"Seer on {scenario}: `divided` without an order, rollout, times as fast"
+        rows.append(Row(check, f"{paper:.2f}", found, paper - 0.10, paper + 0.10))
+    return rows
+
+
 TOOLS_S = (1.0, 6.0, 30.0, 120.0)
 """Medians of the slow tools of S5."""
 
@@ -287,9 +325,11 @@ SCENARIOS: dict[str, Callable[[int, int], list[Row]]] = {
     "S1": s1,
     "S1b": s1b,
     "S2": s2,
+    "RollPacker": whole_steps,
     "S3": s3,
     "S4": s4,
     "S4b": s4b,
+    "Seer": unordered,
     "S5": s5,
     "S6": s6,
     "S8": s8,

@@ -162,6 +162,9 @@ class DividedScheduling(_OrderedScheduling):
     """Which scheduling policy."""
     chunk_tokens: int = Field(default=2048, ge=1)
     """Tokens of one engine request; at its end the rollout may give way to another, or move to another engine."""
+    order: Literal["longest", "arrival"] = "longest"
+    """Who comes first: probes, then the longest groups by what has ended of them (`longest`), or the oldest groups, as they
+    were drawn (`arrival`): requests are divided and placed anew all the same, and nothing is learnt of lengths."""
 
 
 class KvAreaScheduling(_OrderedScheduling):

@@ -82,6 +82,15 @@ def test_then_the_group_with_the_longest_probe_comes_first() -> None:
     assert list(dict.fromkeys(groups[4:])) == [1, 3, 2, 0]
 
 
+def test_without_an_order_groups_come_as_they_were_drawn_and_nobody_gives_way() -> None:
+    policy = Divided(4, 0.25, "arrival")
+    world = run(policy, lambda r: 20 if r == (0, 0, 0) else 4 + r.group % 3, cap=1, steps=1)
+    began = [(r.group, r.member) for r in first_grants(world)]
+    assert began == sorted(began)
+    assert not world.trace.parked
+    assert policy.estimates == {}
+
+
 def test_at_a_chunks_end_a_rollout_gives_way_to_one_that_comes_before_it() -> None:
     # The probe of group 0 is long: at its chunk's end the others, which have sampled nothing, come first.
     world = run(Divided(4, 0.25), lambda r: 20 if r == (0, 0, 0) else 4, cap=1, steps=1)
@@ -99,7 +108,11 @@ def test_every_request_is_a_chunk() -> None:
     assert {t.segments for r in world.trace.ended if r.outcome.ending == "completed" for t in r.turns} == {3}
 
 
-@pytest.mark.parametrize("policy", [Divided(8, 0.25), KvArea(8, 0.25, 0.9, 0.75)], ids=["divided", "kv_area"])
+@pytest.mark.parametrize(
+    "policy",
+    [Divided(8, 0.25), Divided(8, 0.25, "arrival"), KvArea(8, 0.25, 0.9, 0.75)],
+    ids=["divided", "arrival", "kv_area"],
+)
 def test_no_engine_is_given_more_than_its_kv_cache_holds(policy: Scheduling) -> None:
     most = 0
 

@@ -38,7 +38,7 @@ def scheduling_of(config: RunConfig) -> Scheduling:
     if isinstance(section, UnbiasedTailScheduling):
         return UnbiasedTail(section.cutoff_tokens, config.late)
     if isinstance(section, DividedScheduling):
-        return Divided(section.chunk_tokens, section.move_gap)
+        return Divided(section.chunk_tokens, section.move_gap, section.order)
     if isinstance(section, KvAreaScheduling):
         return KvArea(section.chunk_tokens, section.move_gap, section.critical, section.fill)
     return Overlap()
