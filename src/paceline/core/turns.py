@@ -116,6 +116,7 @@ class Turns:
                 self._policy.turn_asked(flight)
                 if flight.held or flight.cancelled is not None:
                     return True
+                engine = self._engine_of[flight.engine]  # the policy may have moved it
             if not flight.parked:
                 self._ask_gate(flight, engine)
             elif engine.out is not None and not self._fleet.is_empty:
