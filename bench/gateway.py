@@ -25,9 +25,10 @@ from paceline.domain.task import TaskRef
 from paceline.envs.protocol import Environment
 from paceline.envs.recorder import Recorder
 from paceline.ports import GenerateReply, GenerateRequest
+from paceline.runtime.calls import EnvRuntime
 from paceline.runtime.gateway import Gateway
 from paceline.runtime.impossible import ImpossibleWatch
-from paceline.runtime.model import EnvRuntime, ModelCalls
+from paceline.runtime.model import ModelCalls
 from paceline.testing.tokens import byte_tokenizer
 from paceline.tokens import Bridge, Conversation, tool, user
 

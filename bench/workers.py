@@ -31,7 +31,7 @@ from paceline.domain.load import EngineInfo
 from paceline.domain.task import TaskRef
 from paceline.envs import Environment
 from paceline.ports import GenerateReply, GenerateRequest
-from paceline.runtime.model import EnvRuntime
+from paceline.runtime.calls import EnvRuntime
 from paceline.runtime.runner import RolloutRunner
 from paceline.testing.tokens import byte_tokenizer
 from paceline.tokens import Bridge

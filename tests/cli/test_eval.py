@@ -73,7 +73,7 @@ class Endpoint:
             await asyncio.sleep(answer)
             answer = ""
         message = answer if isinstance(answer, dict) else {"role": "assistant", "content": answer}
-        finish = "length" if message.get("content") == "cut" else "stop"
+        finish = "length" if message.get("content") == "cut" else message.pop("finish", "stop")
         usage = {"prompt_tokens": 7 * len(body["messages"]), "completion_tokens": 5}
         return web.json_response({"choices": [{"message": message, "finish_reason": finish}], "usage": usage})
 
@@ -216,6 +216,79 @@ def test_an_environment_in_a_worker_process_is_played_too(endpoint: Endpoint, ev
     assert rollouts[0]["sampled_tokens"] == 5
 
 
+class Hears(Adds):
+    observe_as = "user"
+
+    def score(self, data: Any, state: Any, text: str) -> float:
+        return float(text == "done")
+
+
+def test_calls_that_are_not_answered_as_calls_are_no_calls_to_the_endpoint(
+    endpoint: Endpoint, evaluated: Any
+) -> None:
+    def calls(body: dict[str, Any]) -> Any:
+        if len(body["messages"]) > 1:
+            return "done"
+        look = {"name": "add", "arguments": '{"a": 2, "b": "</tool_call>"}'}
+        return {"content": None, "tool_calls": [{"id": "x1", "type": "function", "function": look}]}
+
+    endpoint.answer = calls
+    code, printed, _ = evaluated(f"{__name__}:Hears", examples=1)
+    assert (code, json.loads(printed)["mean_reward"]) == (0, 1.0)
+    said = endpoint.asked[-1]["messages"]
+    assert [m["role"] for m in said] == ["user", "assistant", "user"]
+    assert said[1]["content"].count("<tool_call>") == 1
+    assert not any("tool_calls" in m for m in said)
+
+
+def test_a_call_without_arguments_is_one(endpoint: Endpoint, evaluated: Any) -> None:
+    def calls(body: dict[str, Any]) -> Any:
+        if results := [m["content"] for m in body["messages"] if m["role"] == "tool"]:
+            return results[0]
+        wanted = {"name": "look", "arguments": ""}
+        return {"content": None, "tool_calls": [{"id": "x1", "type": "function", "function": wanted}]}
+
+    endpoint.answer = calls
+    assert json.loads(evaluated(f"{__name__}:Looks", examples=1)[1])["mean_reward"] == 1.0
+
+
+class Looks(Adds):
+    def __init__(self) -> None:
+        self.tools = [self.look]
+
+    def look(self) -> str:
+        """Look."""
+        return "seen"
+
+    def score(self, data: Any, state: Any, text: str) -> float:
+        return float(text == "seen")
+
+
+def test_who_spends_all_it_may_say_on_thinking_has_answered_nothing_and_is_scored(
+    endpoint: Endpoint, evaluated: Any
+) -> None:
+    endpoint.answer = lambda body: {"role": "assistant", "content": None, "finish": "length"}
+    _, printed, (rollout,) = evaluated("reverse-text", examples=1)
+    assert (rollout["ending"], rollout["cause"], rollout["reward"]) == ("truncated", "tokens", 0.0)
+    assert json.loads(printed)["scored"] == 1
+
+
+@pytest.mark.parametrize(
+    ("limits", "cause", "asked"),
+    [
+        ({"limits__max_rollout_tokens": 8}, "tokens", [8]),
+        ({"limits__max_context": 100, "sampling__max_tokens": 512}, "context", [100]),
+    ],
+)
+def test_an_answer_that_a_budget_has_cut_is_truncated_by_it(
+    endpoint: Endpoint, evaluated: Any, limits: Any, cause: str, asked: list[int]
+) -> None:
+    endpoint.answer = lambda body: "cut"
+    _, _, (rollout,) = evaluated("reverse-text", examples=1, **limits)
+    assert (rollout["ending"], rollout["cause"]) == ("truncated", cause)
+    assert [body["max_tokens"] for body in endpoint.asked] == asked
+
+
 @pytest.mark.parametrize(
     ("limits", "cause", "turns"),
     [
@@ -301,6 +374,14 @@ def test_an_endpoint_that_refuses_is_told_once_with_its_reason(endpoint: Endpoin
     assert "3 without a score, engine: chat other" in printed
     assert "answered 401: no; set api_key_env" in printed
     assert {r["cause"] for r in rollouts} == {"engine"}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that takes nothing")
+def test_a_file_that_takes_no_more_is_named(endpoint: Endpoint, evaluated: Any) -> None:
+    with pytest.raises(AssertionError, match=r"error: --out /dev/full: \[Errno 28\] No space left on device"):
+        evaluated(
+            "reverse-text", "--out", "/dev/full", examples=1
+        )  # says what was said when nothing was written
 
 
 @pytest.mark.parametrize(

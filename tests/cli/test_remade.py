@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from paceline.cli.main import main
-from paceline.cli.remade import remade
+from paceline.cli.remade import NotMade, Remade, remade, told
 from paceline.config import BatchSection
 from paceline.core.advantages import Advantages, Algorithm, GroupView
 from paceline.core.packing import pack_as
@@ -64,9 +64,10 @@ def recorded(
     *,
     says: bool = True,
     run_id: str = "test",
+    steps: int = 12,
     **options: Any,
 ) -> int:
-    """A run with its journal, store and config on disk, as it hands its batches over; how many."""
+    """A run with its journal, store and config on disk, as it hands its batches over, up to `steps`; how many."""
     world = World(SETUP, chaos(3, failures=0.2), engines=2, cap=8, algorithm=algorithm)
     trace = world.run()
     digests: dict[int, tuple[str, ...]] = {}
@@ -84,6 +85,8 @@ def recorded(
             if isinstance(event, on.BatchShipped) and says:
                 event = msgspec.structs.replace(event, digests=digests[event.step])
             journal.append(at, event, commands)
+            if isinstance(event, on.BatchShipped) and event.step == steps:
+                break
             if number % 20 == 0:  # so that the store has several files
                 await journal.flush()
         await journal.close()
@@ -160,4 +163,25 @@ def test_the_batches_of_two_runs_are_compared_whatever_the_runs_are_called(
     for number in numbers[: len(numbers) // 2]:
         file_path(again, "rollouts", number).unlink()
     assert main(["replay", str(one), "--batches", "--against", str(again)]) == 0
-    assert f"not made again: {again} has none that can be made again" in capsys.readouterr().out
+    assert f"not made again: that of {again} cannot be made: " in capsys.readouterr().out
+
+
+def test_a_run_with_more_batches_is_another_whichever_is_named_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short, long = tmp_path / "short", tmp_path / "long"
+    recorded(long)
+    recorded(short, steps=7)
+    assert main(["replay", str(short), "--batches", "--against", str(long)]) == 1
+    assert capsys.readouterr().out.startswith("batch 8, rank 0, differs; 7 before it are the same")
+    assert main(["replay", str(long), "--batches", "--against", str(short)]) == 1
+    assert capsys.readouterr().out.startswith("batch 8, rank 0, differs; 7 before it are the same")
+
+
+def test_batches_are_told_together_only_where_they_follow_each_other() -> None:
+    lost = [NotMade(step, "lost") for step in (1, 2, 5)]
+    assert told(Remade(3, None, tuple(lost))).splitlines() == [
+        "batches 1 to 2 were not made again: lost",
+        "batch 5 was not made again: lost",
+        "3 batches are the same to the byte",
+    ]

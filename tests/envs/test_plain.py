@@ -7,9 +7,9 @@ import gc
 import signal
 import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -28,10 +28,12 @@ from paceline.envs import (
     Result,
     SingleTurnEnv,
     ToolEnv,
+    plain,
     weighed,
 )
-from paceline.envs.plain import THREAD_NAME, OwnThread, called
+from paceline.envs.plain import THREAD_NAME, OwnThread, called, close_after_chores
 from paceline.envs.program import ProgramRun
+from paceline.envs.protocol import task_data
 from paceline.envs.tool_env import Episode
 from paceline.testing import play
 
@@ -180,10 +182,27 @@ def test_what_blocks_runs_in_shared_threads_and_what_is_quick_on_the_loop(
         assert thread.name != THREAD_NAME
 
 
-def test_scorers_run_in_threads() -> None:
-    assert play(Several(), ["x"]).reward == 1.0
+class Methods(Single):
+    async def score(self, data: Any, text: str) -> Result:
+        return await weighed({"one": (1.0, self.one)}, data, text)
+
+    def one(self, data: Any, text: str) -> float:
+        ran("scorer")
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "blocking", "is_on_the_loop"),
+    [(Several, None, False), (Several, False, False), (Methods, None, False), (Methods, False, True)],
+)
+def test_scorers_run_in_threads_but_methods_where_their_environment_says(
+    kind: type[Single], blocking: bool | None, is_on_the_loop: bool
+) -> None:
+    env = kind()
+    env.blocking = blocking  # type: ignore[misc]
+    assert play(env, ["x"]).reward == 1.0
     assert RAN[-1][0] == "scorer"
-    assert RAN[-1][1] is not threading.main_thread()
+    assert (RAN[-1][1] is threading.main_thread()) is is_on_the_loop
 
 
 def test_a_function_that_waits_for_the_loop_shows_that_the_loop_goes_on() -> None:
@@ -230,23 +249,156 @@ def test_what_one_call_opened_the_next_may_use() -> None:
     assert play(Rows(), ["x"]).reward == 7.0
 
 
-def test_who_waits_behind_a_call_that_never_ends_goes_on_when_its_rollout_has_gone() -> None:
+def test_who_waits_behind_a_call_that_never_ends_goes_on_when_its_rollout_has_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plain, "GIVE_UP_S", 0.01)
+
     async def main() -> None:
-        env, go = Single(), threading.Event()
-        stuck = asyncio.create_task(called(env, go.wait))
+        env, go, begun = Single(), threading.Event(), threading.Event()
+
+        def hangs() -> None:
+            begun.set()
+            go.wait()
+
+        stuck = asyncio.create_task(called(env, hangs))
+        await asyncio.sleep(0)
         behind = [asyncio.create_task(called(env, str, number)) for number in range(3)]
         unasked = asyncio.create_task(called(env, ran, "unasked"))
-        await asyncio.sleep(0.05)
-        assert not any(task.done() for task in behind)
+        assert await asyncio.to_thread(begun.wait, 60)
         unasked.cancel()
-        await asyncio.sleep(0)
-        assert not any(task.done() for task in behind), "it had not begun"
+        await asyncio.wait([unasked])
+        assert not any(task.done() for task in behind)
         stuck.cancel()
         assert await asyncio.wait_for(asyncio.gather(*behind), 60) == ["0", "1", "2"]
         assert RAN == []
         go.set()
+        assert await env.chores.done(60.0) == 0
 
     asyncio.run(main())
+
+
+def test_a_call_whose_rollout_has_gone_ends_in_its_turn_and_the_thread_stays() -> None:
+    async def main() -> None:
+        env, go, begun = Single(), threading.Event(), threading.Event()
+        opened = await called(env, sqlite3.connect, ":memory:")
+        running: list[str] = []
+
+        def slow() -> None:
+            running.append("slow")
+            begun.set()
+            assert go.wait(60)
+            running.remove("slow")
+
+        def uses() -> int:
+            assert running == []
+            return int(opened.execute("select 7").fetchone()[0])
+
+        gone = asyncio.create_task(called(env, slow))
+        assert await asyncio.to_thread(begun.wait, 60)
+        gone.cancel()
+        await asyncio.wait([gone])
+        used = asyncio.create_task(called(env, uses))
+        await asyncio.sleep(0)
+        go.set()
+        assert await used == 7
+        await called(env, opened.close)
+
+    asyncio.run(main())
+
+
+def test_what_ended_rollouts_have_left_to_do_is_done_before_the_environment_is_closed() -> None:
+    told: list[str] = []
+    go, begun = threading.Event(), threading.Event()
+
+    class Slow(Tools):
+        def state(self, data: Any, ctx: Context) -> str:
+            begun.set()
+            assert go.wait(60)
+            return "made"
+
+        def release(self, state: Any) -> None:
+            told.append(f"released {state}")
+
+        async def close(self) -> None:
+            told.append("closed")
+
+    async def main() -> None:
+        env = Slow()
+        ctx: Any = Context(None, group_seed=0, noise_seed=0, deadline=9e9, clock=lambda: 0.0)  # type: ignore[arg-type]
+        making = asyncio.create_task(called(env, env.state, None, ctx, unclaimed=env._release_in_vain))
+        assert await asyncio.to_thread(begun.wait, 60)
+        ending = [asyncio.create_task(env._release(Episode(n))) for n in range(3)]
+        await asyncio.sleep(0)
+        for task in (making, *ending):
+            task.cancel()
+        await asyncio.wait([making, *ending])
+        assert told == []
+        go.set()
+        await close_after_chores(env, env.close, 60.0)
+
+    asyncio.run(main())
+    assert told == ["released 0", "released 1", "released 2", "released made", "closed"]
+
+
+def test_an_environment_is_closed_although_a_release_takes_too_long(caplog: pytest.LogCaptureFixture) -> None:
+    go = threading.Event()
+
+    class Slow(Tools):
+        def release(self, state: Any) -> None:
+            go.wait(60)
+
+    async def main() -> None:
+        env = Slow()
+        ending = asyncio.create_task(env._release(Episode(1)))
+        await asyncio.sleep(0)
+        ending.cancel()
+        await asyncio.wait([ending])
+        await close_after_chores(env, env.close, 0.01)
+        go.set()
+        await env.chores.done(60.0)
+
+    asyncio.run(main())
+    assert "Slow is closed with 1 calls of ended rollouts left" in caplog.text
+
+
+def test_what_a_rollout_has_set_in_its_context_is_there_in_a_thread() -> None:
+    mine: ContextVar[str] = ContextVar("mine")
+
+    class Sets(Single):
+        async def rollout(self, task: Any, model: Model, ctx: Context) -> Result:
+            mine.set("set")
+            return await super().rollout(task, model, ctx)
+
+        def score(self, data: Any, text: str) -> float:
+            return float(mine.get() == "set")
+
+    assert play(Sets(), ["x"]).reward == 1.0
+
+
+def test_a_source_that_reads_when_it_is_asked_does_so_in_a_thread_and_its_own_get_counts() -> None:
+    class Lazy(Sequence[int]):
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, index: Any) -> Any:
+            ran("read")
+            return index
+
+    class Mine(EndlessTasks):
+        def get(self, index: int) -> Any:
+            return "mine"
+
+    async def main() -> None:
+        env = Single()
+        assert await task_data(env, ListTasks(Lazy(), "lazy"), 0) == 0
+        assert await task_data(env, Mine(int, "mine"), 0) == "mine"
+        assert await task_data(env, ListTasks([5]), 0) == 5
+
+    asyncio.run(main())
+    ((name, thread),) = RAN
+    assert name == "read"
+    assert thread is not threading.main_thread()
 
 
 def test_the_thread_ends_with_its_environment() -> None:
@@ -303,51 +455,6 @@ def test_a_plain_function_may_return_an_awaitable() -> None:
 
     assert play(Later(), ["x"]).reward == 3.0
     assert RAN[-1] == ("later", threading.main_thread())
-
-
-def test_a_state_that_is_made_in_vain_is_released_and_a_release_keeps_its_place_in_line() -> None:
-    makes, go = threading.Event(), threading.Event()
-    released: SimpleQueue[str] = SimpleQueue()
-
-    class Slow(Tools):
-        def state(self, data: Any, ctx: Context) -> str:
-            makes.set()
-            go.wait(60)
-            return "sandbox"
-
-        def release(self, state: Any) -> None:
-            released.put(state)
-
-    class Silent:
-        last = None
-
-    async def main() -> None:
-        env = Slow()
-        ctx: Any = Context(None, group_seed=0, noise_seed=0, deadline=9e9, clock=lambda: 0.0)  # type: ignore[arg-type]
-        task: Any = type("Task", (), {"data": None})
-        model: Any = Silent()
-        rollout = asyncio.create_task(env.rollout(task, model, ctx))
-        assert await asyncio.to_thread(makes.wait, 60)
-        rollout.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await rollout
-        assert released.empty()
-        go.set()
-        assert await asyncio.to_thread(released.get, timeout=60) == "sandbox"
-
-        # The thread is busy; the rollout that has ended is cancelled while its release is in line.
-        go.clear()
-        busy = asyncio.create_task(called(env, go.wait, 60.0))
-        ending = asyncio.create_task(env._release(Episode("second")))
-        await asyncio.sleep(0.01)
-        ending.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await ending
-        go.set()
-        assert await busy
-        assert await asyncio.to_thread(released.get, timeout=60) == "second"
-
-    asyncio.run(main())
 
 
 def test_a_thread_is_made_only_when_a_plain_function_is_called() -> None:

@@ -31,7 +31,7 @@ from paceline.envs import (
     SingleTurnEnv,
 )
 from paceline.ports import GenerateReply, GenerateRequest
-from paceline.runtime.model import EnvRuntime
+from paceline.runtime.calls import EnvRuntime
 from paceline.runtime.runner import RolloutRunner
 from paceline.testing import run_virtual
 from paceline.testing.tokens import byte_tokenizer

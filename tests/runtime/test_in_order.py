@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,8 +19,10 @@ from paceline.core.scheduling.repeating import Repeating
 from paceline.core.scheduling.synchronous import Synchronous
 from paceline.domain import commands as do
 from paceline.domain import events as on
-from paceline.domain.task import Task
+from paceline.domain.group import ClosedGroup, GroupResult
+from paceline.domain.task import Task, TaskRef
 from paceline.envs.protocol import Context, InfrastructureError, Model, Result
+from paceline.runtime.in_order import InOrder
 from paceline.testing import ScriptedEngine, ScriptedEnv, run_driver, setup_for, train_env
 from paceline.testing.run import DriverRun
 
@@ -110,3 +115,21 @@ def test_a_rollout_that_the_clock_cut_off_is_told() -> None:
         scheduling=Repeating(),
     )
     assert [note.split(", ")[0] for note in found.notes] == ["g1.m1.a0 was cut off by its deadline"]
+
+
+async def test_one_that_waits_for_its_turn_when_the_run_ends_is_left_alone() -> None:
+    class Now:
+        async def process(self, group: ClosedGroup) -> on.GroupProcessed:
+            return on.GroupProcessed(GroupResult(group.id, ()))
+
+    core: Any = SimpleNamespace(processing={0: None, 1: None}, groups=SimpleNamespace(groups=list))
+    order = InOrder(Now(), core, lambda note: None)  # type: ignore[arg-type]
+    task = TaskRef("a", "train", 0)
+    waits = asyncio.create_task(order.process(ClosedGroup(1, task, 0, ())))
+    await asyncio.sleep(0)
+    first = await order.process(ClosedGroup(0, task, 0, ()))
+    waits.cancel()
+    await asyncio.sleep(0)
+    del core.processing[0]
+    order.apply(0.0, first, ())
+    assert waits.cancelled()

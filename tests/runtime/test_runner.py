@@ -32,7 +32,8 @@ from paceline.envs import (
 )
 from paceline.errors import EngineError, EngineUnavailable, EnvError
 from paceline.ports import GenerateReply, GenerateRequest
-from paceline.runtime.model import EMPTY_ABORTS, LONG_TEXT, EnvRuntime
+from paceline.runtime.calls import EnvRuntime
+from paceline.runtime.model import EMPTY_ABORTS, LONG_TEXT
 from paceline.runtime.runner import RolloutRunner
 from paceline.testing import run_virtual
 from paceline.testing.tokens import CHATML, byte_tokenizer

@@ -24,10 +24,10 @@ from paceline.domain.rollout import Rollout
 from paceline.engines.http import HttpEngine
 from paceline.envs.protocol import Context, EndlessTasks, Environment, Model, Result
 from paceline.ports import Published
+from paceline.runtime.calls import EnvRuntime
 from paceline.runtime.driver import Driver
 from paceline.runtime.inbox import Gates, Inbox
 from paceline.runtime.loads import poll_load
-from paceline.runtime.model import EnvRuntime
 from paceline.runtime.offload import Inline
 from paceline.runtime.processor import EnvProcessing, GroupProcessor
 from paceline.runtime.runner import RolloutRunner

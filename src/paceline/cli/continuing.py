@@ -11,7 +11,7 @@ from paceline.domain.ids import EnvName, RolloutId
 from paceline.domain.part import Part
 from paceline.domain.rollout import Rollout
 from paceline.domain.task import Split
-from paceline.runtime.model import EnvRuntime
+from paceline.runtime.calls import EnvRuntime
 
 
 class Left(NamedTuple):

@@ -19,6 +19,7 @@ from paceline.core.gates import Gate
 from paceline.core.samplers import TaskSampler
 from paceline.domain.ids import EnvName
 from paceline.domain.task import Split
+from paceline.envs.plain import close_after_chores
 from paceline.envs.protocol import Environment
 from paceline.envs.registry import make_environment, tasks_of
 from paceline.envs.surroundings import Ask, ColdStarts, InRun, no_service
@@ -27,9 +28,12 @@ from paceline.envs.workers.environment import RemoteEnvironment
 from paceline.envs.workers.pool import Launch, WorkerPool
 from paceline.envs.workers.process import Outbound, connect, read_body
 from paceline.errors import ConfigError, EnvError, PacelineError
-from paceline.runtime.model import EnvRuntime
+from paceline.runtime.calls import EnvRuntime
 from paceline.runtime.processes import ChildProcess
 from paceline.tokens.bridge import Bridge
+
+_CHORES_S = 3.0
+"""Seconds that what rollouts have left to do may hold up the end of a run."""
 
 _PACKAGE = str(Path(paceline.__file__).parent)
 
@@ -102,7 +106,8 @@ class Environments:
         """All of them, though one may refuse."""
         async with contextlib.AsyncExitStack() as stack:
             for runtime in self.runtimes.values():
-                stack.push_async_callback(runtime.environment.close)
+                environment = runtime.environment
+                stack.push_async_callback(close_after_chores, environment, environment.close, _CHORES_S)
 
 
 def check_group(section: EnvSection | EvalSection, environment: Environment) -> None:

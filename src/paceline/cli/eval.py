@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
@@ -27,7 +27,7 @@ from paceline.domain.group import ClosedGroup
 from paceline.domain.ids import RolloutId
 from paceline.domain.rollout import Rollout
 from paceline.domain.task import Split, TaskRef
-from paceline.errors import ConfigError, InvariantError, printable
+from paceline.errors import ConfigError, InvariantError, PacelineError, printable
 
 if TYPE_CHECKING:
     from paceline.config import EvalSection, RunConfig
@@ -58,26 +58,17 @@ def run(args: argparse.Namespace) -> int:
         )
     if not config.eval:
         raise ConfigError("the config has no [[eval]], so there is nothing to measure: add one")
-    with contextlib.ExitStack() as stack:
-        out: IO[str] | None = None
-        if args.out:
-            try:
-                out = stack.enter_context(args.out.open("w", encoding="utf-8"))
-            except OSError as error:
-                raise ConfigError(f"--out {args.out}: {error}") from error
-        measured = asyncio.run(_play(config, args.chat, args.at_once, out))
-    for eval_ in measured:
-        print(eval_.as_json(config, args.chat) if args.json else eval_.told())
-    return 0 if all(eval_.report.scored for eval_ in measured) else 1
+    return 0 if asyncio.run(_play(config, args)) else 1
 
 
-async def _play(config: RunConfig, name: str, at_once: int, out: IO[str] | None) -> list[_Eval]:
+async def _play(config: RunConfig, args: argparse.Namespace) -> bool:
+    """Whether each eval had a rollout with a score."""
     from paceline.cli.environments import Environments
     from paceline.cli.services import ConfiguredServices, chat_of
     from paceline.runtime.chat_calls import ChatCalls, reads_calls
     from paceline.runtime.runner import RolloutRunner
 
-    played = []
+    name, scored = args.chat, []
     async with contextlib.AsyncExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-eval-")))
         chat = chat_of(name, config.chat[name])
@@ -88,6 +79,10 @@ async def _play(config: RunConfig, name: str, at_once: int, out: IO[str] | None)
         stack.push_async_callback(environments.close)
         without_training = config.model_copy(update={"env": ()})
         await environments.start(without_training, None, logs=logs, ask=services.call)
+        # Not before: what an earlier command has measured is not written over by one that cannot start.
+        out = _Out(args.out) if args.out else None
+        if out is not None:
+            stack.callback(out.close)
         runner = RolloutRunner(
             environments.runtimes,
             {},
@@ -100,9 +95,13 @@ async def _play(config: RunConfig, name: str, at_once: int, out: IO[str] | None)
             reads_calls(environments.runtimes[where].environment)
             eval_ = _Eval(section, environments.sizes[where], config.run.seed, runner, out)
             print(f"{section.label}: {eval_.epoch.owed} rollouts", file=sys.stderr)
-            await eval_.play(at_once)
-            played.append(eval_)
-    return played
+            try:
+                await eval_.play(args.at_once)
+            except* PacelineError as failed:
+                raise failed.exceptions[0] from failed
+            print(eval_.as_json(config, name) if args.json else eval_.told(), flush=True)
+            scored.append(eval_.report.scored)
+    return all(scored)
 
 
 class _Eval:
@@ -114,7 +113,7 @@ class _Eval:
         size: int | None,
         seed: int,
         runner: RolloutRunner,
-        out: IO[str] | None,
+        out: _Out | None,
     ) -> None:
         examples = min(section.examples, size or section.examples)
         self.epoch = EvalEpoch(section.label, 0, examples=examples, k=section.k)
@@ -159,8 +158,7 @@ class _Eval:
                     f"{outcome.cause}: {outcome.detail}" if outcome.detail else str(outcome.cause)
                 ] += 1
             if self._out is not None:
-                self._out.write(_line(rollout) + "\n")
-                self._out.flush()
+                self._out.write(_line(rollout))
 
     def told(self) -> str:
         """For people."""
@@ -185,6 +183,31 @@ class _Eval:
         kept = ("env", "rollouts", "scored", "mean_reward", "pass_at", "by_ending", "mean_tokens")
         told = {"chat": name, "model": config.chat[name].model, **{field: report[field] for field in kept}}
         return json.dumps({**told, "seconds": round(self._took_s, 3), "failures": dict(self._failures)})
+
+
+class _Out:
+    """The file of `--out`. ConfigError when it cannot be opened or written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._file = path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def write(self, line: str) -> None:
+        try:
+            self._file.write(line + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # it was told when its last line was written
+            self._file.close()
+
+    def _failed(self, error: OSError) -> ConfigError:
+        return ConfigError(f"--out {self._path}: {error}")
 
 
 class _NoGate:

@@ -67,18 +67,22 @@ def remade(run_dir: Path) -> Remade:
 
 def against(run_dir: Path, other: Path) -> Remade:
     """Make the batches of two runs again, up to the first in which they differ. Their files name their runs, which does not count."""
-    theirs = {
-        event.step: made
-        for event, made in _Remaker(other, run_id="").batches()
-        if not isinstance(made, _CannotMake)
-    }
+    theirs = {event.step: made for event, made in _Remaker(other, run_id="").batches()}
+    left = dict(theirs)
 
     def shipped(event: BatchShipped) -> tuple[str, ...]:
-        if event.step not in theirs:
-            raise _CannotMake(f"{other} has none that can be made again")
-        return theirs[event.step]
+        made = left.pop(event.step, ())
+        if isinstance(made, _CannotMake):
+            raise _CannotMake(f"that of {other} cannot be made: {made}")
+        return made
 
-    return _compared(_Remaker(run_dir, run_id="").batches(), shipped)
+    found = _compared(_Remaker(run_dir, run_id="").batches(), shipped)
+    if found.differs is None and left:
+        step = min(left)
+        made = theirs[step]
+        digest = made[0] if not isinstance(made, _CannotMake) else "one that cannot be made again"
+        return Remade(found.same, Differs(step, 0, digest, ""), found.not_made)
+    return found
 
 
 def _compared(made: Iterator[_Made], shipped: Callable[[BatchShipped], tuple[str, ...]]) -> Remade:
@@ -219,8 +223,10 @@ def _unsaid(note: str) -> None:
 def told(found: Remade, shipped: str = "shipped", made: str = "made now") -> str:
     """Sentences for people."""
     said = []
-    for why, several in groupby(found.not_made, key=lambda each: each.why):
-        steps = [each.step for each in several]
+    # Those that follow each other are told together: their steps are as far apart as their places.
+    places = enumerate(found.not_made)
+    for (why, _), several in groupby(places, key=lambda each: (each[1].why, each[1].step - each[0])):
+        steps = [each.step for _, each in several]
         which = f"batch {steps[0]} was" if len(steps) == 1 else f"batches {steps[0]} to {steps[-1]} were"
         said.append(f"{which} not made again: {why}")
     if (d := found.differs) is not None:

@@ -288,7 +288,8 @@ class Launcher:
         if self.kept:
             kept = policy.next_put_off()
             if kept is not None:
-                return self._open_kept(kept, cut) if self._rate_allows(kept.task.env) else None
+                may_open = self._repeats or self._rate_allows(kept.task.env)
+                return self._open_kept(kept, cut) if may_open else None
         if not (idle or policy.may_draw()):
             return None
         # What is drawn may not depend on the clock where the run is to repeat: then it is opened, and waits.

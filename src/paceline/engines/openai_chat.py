@@ -91,17 +91,26 @@ class OpenAIChat:
 
     async def __call__(self, request: Any) -> ChatReply:
         """A service's call: a string, a list of messages, or a dictionary with `messages` and options."""
+        options: dict[str, Any] = {}
         if isinstance(request, str):
-            return await self.chat([{"role": "user", "content": request}])
-        if isinstance(request, Mapping) and "messages" in request:
+            messages: Any = [{"role": "user", "content": request}]
+        elif isinstance(request, Mapping) and "messages" in request:
+            messages = request["messages"]
             options = {key: value for key, value in request.items() if key != "messages"}
-            return await self.chat(request["messages"], **options)
-        if isinstance(request, Sequence):
-            return await self.chat(request)
-        raise EngineError(
-            f"{self._name}: was asked with a {type(request).__name__}; expected a string, a list of messages, or a "
-            "dictionary with `messages`"
-        )
+        elif isinstance(request, Sequence):
+            messages = request
+        else:
+            raise EngineError(
+                f"{self._name}: was asked with a {type(request).__name__}; expected a string, a list of messages, or a "
+                "dictionary with `messages`"
+            )
+        reply = await self.chat(messages, **options)
+        if not reply.text and reply.finish == "length":
+            raise EngineError(
+                f"{self._name}: its reply holds no text (finish_reason 'length'): it has spent all it may say on thinking; raise "
+                "max_tokens"
+            )
+        return reply
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> ChatReply:
         """One answer. `options` go over those of the endpoint. EngineError when there is none."""
@@ -141,7 +150,8 @@ class OpenAIChat:
             raise EngineError(f"{self._name}: its reply has no choices")
         choice, usage = reply.choices[0], reply.usage or _Usage()
         calls = tuple(msgspec.to_builtins(choice.message.tool_calls or ()))
-        if choice.message.content is None and not calls:
+        # One that spent all it may say on thinking has said nothing.
+        if choice.message.content is None and not calls and choice.finish_reason != "length":
             raise EngineError(
                 f"{self._name}: its reply holds no text (finish_reason {choice.finish_reason!r})"
             )

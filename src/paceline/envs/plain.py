@@ -1,4 +1,4 @@
-"""Plain functions of an environment (`def score`, not `async def score`) run where they hold up nobody.
+"""Plain functions of an environment (`def score`, not `async def score`) run where waiting in them holds up nobody.
 
 | `blocking` | where a plain function runs |
 | --- | --- |
@@ -7,32 +7,38 @@
 | False | on the event loop: for what is quick, or bound to the main thread |
 
 The default is safe for whoever has not thought about it: state on `self` sees one call at a time, what one call opened
-the next may use (an sqlite connection knows its thread), and a call that takes a minute costs this environment a
-minute, and the run nothing. The hop costs some tens of microseconds a call.
+the next may use (an sqlite connection knows its thread), and a call that waits for a minute costs this environment a
+minute, and the run nothing. Python runs one thread at a time all the same: what computes takes turns with the loop, and what
+keeps the interpreter to itself (a regular expression that goes back and forth for seconds) belongs in a worker.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import contextvars
 import functools
 import inspect
+import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Executor, Future
-from queue import Empty, SimpleQueue
-from typing import Any, Final, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, ParamSpec, Protocol, TypeVar
 
 from paceline.envs.threads import daemon, perform, shared_threads
 from paceline.errors import EnvError, said_by
 
+log = logging.getLogger(__name__)
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_Work: TypeAlias = tuple[Future[Any], Callable[[], Any]]
-
 THREAD_NAME: Final = "paceline-plain"
+
+GIVE_UP_S: Final = 5.0
+"""Seconds that a call whose rollout has gone may take before those behind it go on without it, in a fresh thread."""
+
 _OURS: Final = f"{__name__.partition('.')[0]}."
 
 
@@ -45,36 +51,51 @@ class HasPlainFunctions(Protocol):
     @property
     def own_thread(self) -> OwnThread: ...
 
+    @property
+    def chores(self) -> Chores: ...
+
 
 async def called(
     environment: HasPlainFunctions,
     function: Callable[..., Any],
     *args: Any,
-    unclaimed: Callable[[Any], None] | None = None,
+    unclaimed: Callable[[Any], Awaitable[None]] | None = None,
 ) -> Any:
     """What a function of the environment returns, whether it is async or plain. Raises what it raises.
 
-    `unclaimed` is given, on the loop, what a thread returns when the caller has been cancelled meanwhile.
+    `unclaimed` is given what a thread returns when the caller has been cancelled meanwhile.
     """
     if runs_at_once(environment, function):
         result = function(*args)
-    else:
-        call = _Call(function, args, unclaimed)
-        own_thread = None if environment.blocking else environment.own_thread
-        try:
-            result = await asyncio.get_running_loop().run_in_executor(own_thread or shared_threads(), call)
-        except asyncio.CancelledError:
-            if call.leave() and own_thread is not None:
-                own_thread.leave_behind()
-            raise
-        except Exception as error:
-            if _wants_the_loop(error):
-                raise EnvError(
-                    f"{said_by(error)}; a plain function runs in a thread: set `blocking = False` on the environment "
-                    "if it is quick and has to run on the main thread"
-                ) from error
-            raise
+        return await result if inspect.isawaitable(result) else result
+    # Its own copy: what the function sets is its own, as it would be in a task.
+    call = _Call(functools.partial(contextvars.copy_context().run, function, *args))
+    own_thread = None if environment.blocking else environment.own_thread
+    running = asyncio.get_running_loop().run_in_executor(own_thread or shared_threads(), call)
+    try:
+        result = await asyncio.shield(running)
+    except asyncio.CancelledError:
+        if not call.leave():
+            running.cancel()  # it had not begun, and will not
+        else:
+            if own_thread is not None:
+                asyncio.get_running_loop().call_later(GIVE_UP_S, own_thread.leave_behind, call)
+            environment.chores.add(_claimed(running, unclaimed))
+        raise
+    except Exception as error:
+        if _wants_the_loop(error):
+            raise EnvError(
+                f"{said_by(error)}; a plain function runs in a thread: set `blocking = False` on the environment "
+                "if it is quick and has to run on the main thread"
+            ) from error
+        raise
     return await result if inspect.isawaitable(result) else result
+
+
+async def off_loop(function: Callable[..., T], *args: Any) -> T:
+    """Run a plain function in one of the threads that all environments of a process share."""
+    inside = contextvars.copy_context()
+    return await asyncio.get_running_loop().run_in_executor(shared_threads(), inside.run, function, *args)
 
 
 def runs_at_once(environment: HasPlainFunctions, function: Callable[..., Any]) -> bool:
@@ -86,101 +107,154 @@ def runs_at_once(environment: HasPlainFunctions, function: Callable[..., Any]) -
     )
 
 
-async def off_loop(function: Callable[..., T], *args: Any) -> T:
-    """Run a plain function in one of the threads that all environments of a process share."""
-    return await asyncio.get_running_loop().run_in_executor(shared_threads(), function, *args)
+async def _claimed(running: asyncio.Future[Any], unclaimed: Callable[[Any], Awaitable[None]] | None) -> None:
+    try:
+        result = await running
+    except (
+        Exception,
+        SystemExit,
+        KeyboardInterrupt,
+    ):  # of a rollout that has gone: nobody is there to hear of it
+        return
+    if unclaimed is not None:
+        await unclaimed(result)
+
+
+class Chores:
+    """What is still to be done for rollouts that have ended: releases in line for their thread, results nobody waits for."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Do it in a task of its own, whatever becomes of the caller."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def done(self, within_s: float) -> int:
+        """Wait for all of it, for so many seconds at the most; how many were not."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + within_s
+        while self._tasks and (left := until - loop.time()) > 0:
+            # Not `gather`: one may bring another about.
+            await asyncio.wait(set(self._tasks), timeout=left)
+        return len(self._tasks)
 
 
 class _Call:
     """A call in a thread, whose caller may go away."""
 
-    __slots__ = ("_args", "_function", "_left", "_lock", "_loop", "_returned", "_runs", "_unclaimed")
+    __slots__ = ("_begun", "_function", "_is_left", "_lock", "runs")
 
-    def __init__(
-        self, function: Callable[..., Any], args: tuple[Any, ...], unclaimed: Callable[[Any], None] | None
-    ) -> None:
+    def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
-        self._args = args
-        self._unclaimed = unclaimed
-        self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
-        self._left = threading.Event()
-        self._runs = False
-        self._returned: list[Any] = []
+        self._is_left = threading.Event()
+        self._begun = self.runs = False
 
     def __call__(self) -> Any:
         with self._lock:
-            if self._left.is_set():
+            if self._is_left.is_set():
                 return None
-            self._runs = True
+            self._begun = self.runs = True
         try:
-            result = self._function(*self._args)
+            return self._function()
         finally:
-            self._runs = False
-        with self._lock:
-            self._returned.append(result)
-            is_left = self._left.is_set()
-        if is_left:
-            self._give_back()
-        return result
+            self.runs = False
 
     def leave(self) -> bool:
-        """The caller has gone. Whether the call runs at this moment."""
+        """The caller has gone. Whether the call has begun; if not, it never will."""
         with self._lock:
-            self._left.set()
-            runs, has_returned = self._runs, bool(self._returned)
-        if has_returned:
-            self._give_back()
-        return runs
-
-    def _give_back(self) -> None:
-        if self._unclaimed is not None:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # the loop is closed: what it could release has ended with it
-                self._loop.call_soon_threadsafe(self._unclaimed, *self._returned)
+            self._is_left.set()
+            return self._begun
 
 
 class OwnThread(Executor):
     """One thread, made when it is needed, which ends with this object. Calls take their turns."""
 
     def __init__(self) -> None:
-        self._work: SimpleQueue[_Work | None] | None = None
+        self._line: _Line | None = None
+        self._ends: weakref.finalize[[], OwnThread] | None = None
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Put it in line."""
+        line = self._line or self._begun()
         future: Future[T] = Future()
-        if self._work is None:
-            self._work = self._begun()
-        self._work.put((future, functools.partial(fn, *args, **kwargs)))
+        line.add((future, functools.partial(fn, *args, **kwargs)))
         return future
 
-    def _begun(self) -> SimpleQueue[_Work | None]:
-        work: SimpleQueue[_Work | None] = SimpleQueue()
-        daemon(THREAD_NAME, _carry_out, work)
-        weakref.finalize(self, work.put, None)
-        return work
+    def leave_behind(self, call: _Call) -> None:
+        """Go on in a fresh thread, if the call still runs: nobody waits for it, and nobody can interrupt it."""
+        if not call.runs or self._line is None:
+            return
+        waiting, line = self._line.close(), self._begun()
+        for item in waiting:
+            line.add(item)
 
-    def leave_behind(self) -> None:
-        """Go on in a fresh thread: nobody waits any more for the call that this one is in, and nobody can interrupt it."""
-        assert self._work is not None
-        left, self._work = self._work, self._begun()
-        with contextlib.suppress(Empty):
-            while True:  # should that call just end, its thread takes some of them too: each is taken once
-                self._work.put(left.get_nowait())
-        left.put(None)
+    def _begun(self) -> _Line:
+        if self._ends is not None:
+            self._ends.detach()
+        line = self._line = _Line()
+        self._ends = weakref.finalize(self, line.close)
+        return line
 
 
-def _carry_out(work: SimpleQueue[_Work | None]) -> None:
-    while (item := work.get()) is not None:
-        perform(*item)
-        del item
+async def close_after_chores(
+    environment: HasPlainFunctions, close: Callable[[], Awaitable[None]], within_s: float
+) -> None:
+    """Close an environment once what it still has to do for rollouts that have ended is done, or `within_s` seconds later."""
+    if left := await environment.chores.done(within_s):
+        log.warning(
+            "%s is closed with %d calls of ended rollouts left, releases perhaps: they took more than %g s",
+            type(environment).__name__,
+            left,
+            within_s,
+        )
+    await close()
+
+
+class _Line:
+    """Work for one thread."""
+
+    def __init__(self) -> None:
+        self._work: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._changed = threading.Condition()
+        self._is_closed = False
+        daemon(THREAD_NAME, self._carry_out)
+
+    def add(self, item: tuple[Future[Any], Callable[[], Any]]) -> None:
+        with self._changed:
+            self._work.append(item)
+            self._changed.notify()
+
+    def close(self) -> list[tuple[Future[Any], Callable[[], Any]]]:
+        """Its thread ends after the call it is in, if it is in any. What it has not begun."""
+        with self._changed:
+            left = list(self._work)
+            self._work.clear()
+            self._is_closed = True
+            self._changed.notify()
+        return left
+
+    def _carry_out(self) -> None:
+        while (item := self._next()) is not None:
+            perform(*item)
+            del item
+
+    def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:
+        with self._changed:
+            while not self._work and not self._is_closed:
+                self._changed.wait()
+            return self._work.popleft() if self._work else None
 
 
 def _wants_the_loop(error: Exception) -> bool:
     """Whether it fails because it runs in a thread: signals, event loops and some database handles are bound to theirs."""
-    text = str(error)
-    return any(
-        said in text
-        for said in ("main thread", "same thread", "no running event loop", "no current event loop")
+    kind, text = type(error).__name__, str(error)
+    return (
+        (kind == "ValueError" and "only works in main thread" in text)
+        or (kind == "RuntimeError" and ("no running event loop" in text or "no current event loop" in text))
+        or (kind == "ProgrammingError" and "same thread" in text)
     )

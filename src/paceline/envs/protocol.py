@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from paceline.domain.ids import RolloutId
 from paceline.domain.rollout import Finish, Limit
 from paceline.domain.task import Split, Task
-from paceline.envs.plain import OwnThread, called, off_loop
+from paceline.envs.plain import Chores, OwnThread, called, off_loop
 from paceline.envs.surroundings import InRun, Surroundings
 from paceline.errors import EnvError, said_by
 
@@ -236,6 +236,11 @@ class ListTasks:
         self._fingerprint = fingerprint
 
     @property
+    def is_in_memory(self) -> bool:
+        """Whether a task is there at once: a data set of some library may read it from a file."""
+        return isinstance(self._tasks, list | tuple | range)
+
+    @property
     def size(self) -> int:
         return len(self._tasks)
 
@@ -279,7 +284,8 @@ class Environment:
     the same to the model (chance from `ctx` alone) and ends with the same state. See `docs/continuing.md`."""
     blocking: ClassVar[bool | None] = None
     """Where its plain functions run, those without `async`: `score`, `step`, the task source's `get`. None: in a thread of
-    the environment's own, one call at a time. True: in threads, side by side. False: on the loop, since they are quick."""
+    the environment's own, one call at a time. True: in threads, side by side. False: on the loop, since they are quick.
+    See `docs/guides/environments.md`."""
     _surroundings: Surroundings | None = None
 
     @property
@@ -293,6 +299,11 @@ class Environment:
     def own_thread(self) -> OwnThread:
         """Where its plain functions take turns."""
         return OwnThread()
+
+    @functools.cached_property
+    def chores(self) -> Chores:
+        """What it still has to do for rollouts that have ended; done before `close` is called."""
+        return Chores()
 
     def bind(self, surroundings: Surroundings) -> None:
         """Called by the run before the first rollout."""
@@ -445,7 +456,14 @@ class _Progress:
 
 async def task_data(environment: Environment, source: TaskSource, index: int) -> Any:
     """The data of one task. A source that reads or makes it then is code that may block."""
-    return await called(environment, source.make if isinstance(source, EndlessTasks) else source.get, index)
+    kind = type(source)
+    if kind.get is EndlessTasks.get and isinstance(source, EndlessTasks):
+        return await called(environment, source.make, index)
+    if kind.get is ListTasks.get and isinstance(source, ListTasks) and not source.is_in_memory:
+        return await called(
+            environment, functools.partial(source.get), index
+        )  # it is our own function by its looks
+    return await called(environment, source.get, index)
 
 
 def messages_of(says: Says) -> list[ChatMessage]:

@@ -7,14 +7,14 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from paceline.envs.plain import off_loop
-from paceline.envs.protocol import Result, ScoringError
+from paceline.envs.plain import called, off_loop
+from paceline.envs.protocol import Environment, Result, ScoringError
 from paceline.errors import said_by
 
 
 async def weighed(scorers: Mapping[str, tuple[float, Callable[..., Any]]], *args: Any) -> Result:
-    """Call each scorer, `{name: (weight, function)}`, with `args`, one after the other; they may be async; plain
-    ones run in threads.
+    """Call each scorer, `{name: (weight, function)}`, with `args`, one after the other; they may be async. Plain
+    ones that are methods of the environment run where its `blocking` says, others in threads.
 
     `rewards` has each one's share of the reward, weight included, and `metrics` what those of weight 0 return. Such a
     one that raises, or whose value is not finite, is left out; `info["scorers_failed"]` says why. Any other that does
@@ -25,8 +25,7 @@ async def weighed(scorers: Mapping[str, tuple[float, Callable[..., Any]]], *args
     failed: dict[str, str] = {}
     for name, (weight, scorer) in scorers.items():
         try:
-            value = scorer(*args) if inspect.iscoroutinefunction(scorer) else await off_loop(scorer, *args)
-            value = float(await value if inspect.isawaitable(value) else value)
+            value = float(await _scored(scorer, *args))
             if not math.isfinite(value):
                 raise ValueError(f"its value is {value}")
         except Exception as error:
@@ -41,3 +40,10 @@ async def weighed(scorers: Mapping[str, tuple[float, Callable[..., Any]]], *args
     return Result(
         math.fsum(rewards.values()), rewards, metrics, info={"scorers_failed": failed} if failed else {}
     )
+
+
+async def _scored(scorer: Callable[..., Any], *args: Any) -> Any:
+    if isinstance(of := getattr(scorer, "__self__", None), Environment):
+        return await called(of, scorer, *args)
+    value = scorer(*args) if inspect.iscoroutinefunction(scorer) else await off_loop(scorer, *args)
+    return await value if inspect.isawaitable(value) else value

@@ -7,6 +7,7 @@ start ─▶ chat ─▶ calls? ─yes─▶ all at once, in order ─▶ observ
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final
 
@@ -33,8 +34,7 @@ _ABOUT_NOW_S: Final = 0.25
 """A deadline reaches a worker a little before or after the worker's own clock says so."""
 
 
-_RELEASING: Final[set[asyncio.Task[None]]] = set()
-"""Of rollouts that have ended; the loop itself holds no task."""
+log = logging.getLogger(__name__)
 
 
 class ToolEnv(Environment):
@@ -94,7 +94,7 @@ class ToolEnv(Environment):
 
     async def rollout(self, task: Task, model: Model, ctx: Context) -> Result:
         episode = ctx.state = Episode(
-            await called(self, self.state, task.data, ctx, unclaimed=self._made_in_vain)
+            await called(self, self.state, task.data, ctx, unclaimed=self._release_in_vain)
         )
         try:
             result = await self._converse(task, model, ctx, episode)
@@ -169,16 +169,27 @@ class ToolEnv(Environment):
         result = scored if isinstance(scored, Result) else Result(reward=scored)
         return msgspec.structs.replace(result, metrics={**episode.metrics(), **result.metrics})
 
-    def _made_in_vain(self, state: Any) -> None:
+    async def _release_in_vain(self, state: Any) -> None:
         """The rollout was cancelled while a thread made its state."""
-        releasing = asyncio.get_running_loop().create_task(self._release(Episode(state)))
-        _RELEASING.add(releasing)
-        releasing.add_done_callback(_RELEASING.discard)
+        await self._release(Episode(state))
 
     async def _release(self, episode: Episode) -> None:
-        released = called(self, self.release, episode.state)
+        releasing = called(self, self.release, episode.state)
+        if runs_at_once(self, self.release):
+            await releasing
+            return
         # One that stands in line for its thread must not lose its place, whatever becomes of the rollout meanwhile.
-        await (released if runs_at_once(self, self.release) else asyncio.shield(released))
+        chore = self.chores.add(releasing)
+        try:
+            await asyncio.shield(chore)
+        except asyncio.CancelledError:
+            chore.add_done_callback(_tell_if_failed)
+            raise
+
+
+def _tell_if_failed(chore: asyncio.Task[None]) -> None:
+    if not chore.cancelled() and (error := chore.exception()) is not None:
+        log.warning("release() of a rollout that has ended raised %s", said_by(error))
 
 
 def _will_be_judged(error: BaseException, ctx: Context) -> bool:

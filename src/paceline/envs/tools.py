@@ -71,7 +71,9 @@ class TaggedCalls:
 
     def written(self, name: str, arguments: str) -> str:
         """A call as it stands in an answer; `arguments` is JSON, or what was meant to be."""
-        return f'{self._opening}{{"name": {json.dumps(name)}, "arguments": {arguments}}}{self._closing}'
+        # In JSON this character stands in strings alone; as it is, it could begin or end a call.
+        said = (arguments.strip() or "{}").replace("<", "\\u003c")
+        return f'{self._opening}{{"name": {json.dumps(name)}, "arguments": {said}}}{self._closing}'
 
     def calls(self, text: str) -> list[ToolCall | BadCall]:
         if self._opening not in text:

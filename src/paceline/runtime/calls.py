@@ -9,18 +9,39 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NoReturn, Protocol, TypeAlias
+from typing import Any, Final, Literal, NoReturn, Protocol, TypeAlias
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config.environment import Limits
+from paceline.config.model import SamplingSection
 from paceline.domain.rollout import CancelCause, Limit, Message, Turn
-from paceline.envs.protocol import ChatMessage, Reply, RolloutTruncated, Says
+from paceline.envs.protocol import ChatMessage, Environment, Reply, RolloutTruncated, Says, TaskSource
 from paceline.errors import EngineError, EnvError
 from paceline.ports import Engine
+from paceline.tokens import Bridge
+
+_TOKENS: Final[Limit | None] = "tokens"
 
 Where: TypeAlias = Literal["env", "gate", "engine"]
+
+
+class PromptTooLong(EnvError):
+    """The very first prompt leaves no room for an answer. The task is at fault, so it is not tried again."""
+
+
+class EnvRuntime(msgspec.Struct, frozen=True):
+    """What the rollouts of one environment have in common."""
+
+    environment: Environment
+    source: TaskSource
+    """The tasks of one split."""
+    limits: Limits
+    sampling: SamplingSection
+    bridge: Bridge | None
+    """None where no engine plays."""
 
 
 class Record(Protocol):
@@ -37,7 +58,9 @@ class Calls(ABC):
     """The `Model` of one rollout: its calls, and where they stand."""
 
     __slots__ = (
+        "_max_context",
         "_poison",
+        "_sampling",
         "caller",
         "cut",
         "engine",
@@ -57,8 +80,11 @@ class Calls(ABC):
         "where",
     )
 
-    def __init__(self, limits: Limits, recorder: Record) -> None:
-        self.limits = limits
+    def __init__(self, shared: EnvRuntime, recorder: Record, max_context: int | None) -> None:
+        """`max_context`: tokens of a prompt and its answer; None for any number."""
+        self.limits = shared.limits
+        self._sampling = shared.sampling
+        self._max_context = max_context
         self.recorder = recorder
         self._poison = ""
         """Why the environment may make no call any more, where it is at fault."""
@@ -155,3 +181,29 @@ class Calls(ABC):
         self.caller = None
         if self.left is not None and not self.left.done():
             self.left.set_result(None)
+
+    def _allowance(self, max_tokens: int | None, context: int) -> tuple[int, Limit | None]:
+        """Tokens a call behind `context` tokens may sample, and which limit cuts it there. Raises when there is room for none."""
+        allowed, cut = self._sampling.max_tokens, _TOKENS
+        if max_tokens is not None and max_tokens < allowed:
+            if max_tokens < 1:
+                raise EnvError(f"max_tokens is {max_tokens}; a model call samples at least one token")
+            allowed, cut = max_tokens, None
+        budget = self.limits.max_rollout_tokens
+        if budget is not None and (left := budget - self.recorder.sampled_tokens) < allowed:
+            allowed, cut = left, "tokens"
+        if self._max_context is not None:
+            room = self._max_context - context
+            if room < allowed:
+                allowed, cut = room, "context"
+        if allowed >= 1:
+            return allowed, cut
+        if cut == "tokens":
+            raise self.give_out("tokens", f"{budget} sampled tokens (limits.max_rollout_tokens)")
+        text = f"prompt of {context} tokens, context of {self._max_context}"
+        if not self.recorder.turns:
+            raise PromptTooLong(
+                f"prompt too long: {text}, which leaves no room for an answer; raise limits.max_context (and the "
+                "engine's) or leave the task out"
+            )
+        raise self.give_out("context", text)

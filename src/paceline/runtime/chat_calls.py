@@ -15,14 +15,13 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.domain.rollout import Finish, Message, Turn
+from paceline.domain.rollout import Finish, Limit, Message, Turn
 from paceline.envs.protocol import ChatMessage, Environment, Reply, RolloutTruncated, Says, messages_of
 from paceline.envs.tool_env import ToolEnv
 from paceline.envs.tools import TaggedCalls
 from paceline.errors import EngineError, EnvError
 from paceline.ports import Chat, ChatReply
-from paceline.runtime.calls import Calls
-from paceline.runtime.model import EnvRuntime
+from paceline.runtime.calls import Calls, EnvRuntime
 from paceline.tokens.messages import words_of
 
 CALLS: Final = TaggedCalls()
@@ -67,14 +66,13 @@ class _Turns:
 class ChatCalls(Calls):
     """The `Model` of one rollout that a chat endpoint plays."""
 
-    __slots__ = ("_chat", "_clock", "_context", "_history", "_sampling", "_tools")
+    __slots__ = ("_chat", "_clock", "_context", "_history", "_tools")
 
     recorder: _Turns
 
     def __init__(self, chat: Chat, shared: EnvRuntime, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(shared.limits, _Turns())
+        super().__init__(shared, _Turns(), shared.limits.max_context)
         self._chat = chat
-        self._sampling = shared.sampling
         self._clock = clock
         self._history: list[dict[str, Any]] = []
         self._tools: Sequence[Mapping[str, Any]] = ()
@@ -87,7 +85,7 @@ class ChatCalls(Calls):
         self, *says: Says, tools: Sequence[Mapping[str, Any]] | None = None, max_tokens: int | None = None
     ) -> Reply:
         new = [dict(message) for said in says for message in messages_of(said)]
-        return await self._asked([*self._history, *self._answering(new)], tools, max_tokens, ())
+        return await self._asked(self._followed_by(new), tools, max_tokens, ())
 
     async def complete(
         self,
@@ -127,14 +125,15 @@ class ChatCalls(Calls):
         try:
             self._history = history
             self._tools = self._tools if tools is None else tools
-            options = self._options(max_tokens, stop)
+            allowed, cut = self._allowance(max_tokens, self._context)
+            options = self._options(allowed, stop)
             began = self._clock()
             try:
                 reply = await self._answer(options)
             finally:
                 ended = self._clock()
                 self.model_s += ended - began
-            return self._recorded(reply, max_tokens, began, ended)
+            return self._recorded(reply, cut, began, ended)
         finally:
             self._leave()
 
@@ -154,13 +153,11 @@ class ChatCalls(Calls):
         finally:
             self.where, self.pending = "env", None
 
-    def _recorded(self, reply: ChatReply, max_tokens: int | None, began: float, ended: float) -> Reply:
+    def _recorded(self, reply: ChatReply, cut: Limit | None, began: float, ended: float) -> Reply:
         finish: Finish = "length" if reply.finish == "length" else "stop"
         turn = self.recorder.add(reply, finish, began, ended)
         self._context = reply.prompt_tokens + reply.sampled_tokens
-        # A limit that the environment set for this call is no limit of the rollout.
-        own = max_tokens is not None and max_tokens < self._sampling.max_tokens
-        self.cut = "tokens" if finish == "length" and not own else None
+        self.cut = cut if finish == "length" else None
         said: dict[str, Any] = {"role": "assistant", "content": reply.text}
         if reply.tool_calls:
             said["tool_calls"] = reply.tool_calls
@@ -169,24 +166,9 @@ class ChatCalls(Calls):
         self.last = Reply(text, finish, turn.sampled_ids, turn.logprobs)
         return self.last
 
-    def _options(self, max_tokens: int | None, stop: Sequence[str]) -> dict[str, Any]:
-        """What is asked for, within the rollout's budgets. RolloutTruncated when one is used up.
-
-        What is the endpoint's default is left out: some refuse even that. What `[chat.NAME]` sets, stands.
-        """
+    def _options(self, allowed: int, stop: Sequence[str]) -> dict[str, Any]:
+        """What is asked for. What is the endpoint's default is left out: some refuse even that. What `[chat.NAME]` sets, stands."""
         sampling = self._sampling
-        allowed = sampling.max_tokens if max_tokens is None else min(max_tokens, sampling.max_tokens)
-        if allowed < 1:
-            raise EnvError(f"max_tokens is {max_tokens}; a model call samples at least one token")
-        budget = self.limits.max_rollout_tokens
-        if budget is not None:
-            allowed = min(allowed, budget - self.recorder.sampled_tokens)
-            if allowed < 1:
-                raise self.give_out("tokens", f"{budget} sampled tokens (limits.max_rollout_tokens)")
-        if self.limits.max_context is not None and self._context >= self.limits.max_context:
-            raise self.give_out(
-                "context", f"prompt of {self._context} tokens, context of {self.limits.max_context}"
-            )
         options: dict[str, Any] = {"max_tokens": allowed}
         if sampling.temperature != 1.0:
             options["temperature"] = sampling.temperature
@@ -198,14 +180,23 @@ class ChatCalls(Calls):
             options["tools"] = list(self._tools)
         return {name: value for name, value in options.items() if name not in self._chat.options}
 
-    def _answering(self, new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The same with the endpoint's own names of its calls: the environment numbers those that it reads."""
-        calls = self._history[-1].get("tool_calls", ()) if self._history else ()
+    def _followed_by(self, new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The conversation with what is said now, in the form that endpoints insist on: each call answered by one `tool` message
+        under the endpoint's own name for it, or no call and no such message at all."""
+        *before, last = self._history or [{}]
+        calls = last.get("tool_calls", ())
         results = list(itertools.takewhile(lambda message: message.get("role") == "tool", new))
-        if len(results) == len(calls):
+        if calls and len(results) == len(calls):
             for message, call in zip(results, calls, strict=True):
                 message["tool_call_id"] = call["id"]
-        return new
+        else:
+            if calls and self.last is not None:
+                last = {"role": "assistant", "content": self.last.text}
+            for message in results:
+                for name in ("tool_call_id", "name"):
+                    message.pop(name, None)
+                message["role"] = "user"
+        return [*before, *([last] if self._history else []), *new]
 
 
 def _tagged(call: Mapping[str, Any]) -> str:

@@ -49,7 +49,10 @@ class InOrder:
         return answer
 
     def apply(self, _at: float, event: Event, _commands: Sequence[Command]) -> None:
-        if isinstance(event, GroupProcessed) and (turn := self._waiting.pop(self._next(), None)) is not None:
+        if not isinstance(event, GroupProcessed):
+            return
+        turn = self._waiting.pop(self._next(), None)
+        if turn is not None and not turn.done():  # one that waits is cancelled when the run ends
             turn.set_result(None)
 
     def _next(self) -> GroupId:

@@ -107,8 +107,10 @@ class Gates:
     def request(self, event: TurnRequested) -> GrantTurn | asyncio.Future[GrantTurn]:
         """A rollout asks for a model call, and may go ahead at once, or when the future is set."""
         self._asks = event.rollout
-        self._inbox.post(event)
-        self._asks = None
+        try:
+            self._inbox.post(event)
+        finally:
+            self._asks = None
         if (granted := self._granted) is not None:
             self._granted = None
             return granted
@@ -122,7 +124,7 @@ class Gates:
 
     def open(self, command: GrantTurn) -> None:
         """Let it through."""
-        if command.rollout is self._asks:
+        if command.rollout == self._asks:
             self._granted = command
             return
         future = self._waiting.pop(command.rollout, None)

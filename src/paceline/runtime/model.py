@@ -18,27 +18,23 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config.environment import Limits
-from paceline.config.model import SamplingSection
 from paceline.core.samples import HIGHEST_LOGPROB, LOWEST_LOGPROB
 from paceline.core.streams import mix
 from paceline.domain.commands import ContinueRollout, GrantTurn, StartRollout
 from paceline.domain.events import RolloutContinued, SegmentEnded, TurnRequested
 from paceline.domain.ids import EngineId
 from paceline.domain.part import Asked, Part, sampled_crc
-from paceline.domain.rollout import Finish, Limit, Message
+from paceline.domain.rollout import Finish, Message
 from paceline.envs.endpoint import Endpoint
 from paceline.envs.protocol import (
     ChatMessage,
-    Environment,
     Reply,
     RolloutTruncated,
     Says,
-    TaskSource,
     messages_of,
 )
 from paceline.envs.recorder import NO_IDS, Recorder
@@ -51,13 +47,13 @@ from paceline.errors import (
     InvariantError,
 )
 from paceline.ports import Engine, GenerateReply, GenerateRequest, SamplingParams
-from paceline.runtime.calls import Calls
+from paceline.runtime.calls import Calls, EnvRuntime
 from paceline.runtime.continuing import Record
 from paceline.runtime.gate import TurnGate
 from paceline.runtime.gateway.server import Gateway
 from paceline.runtime.impossible import ImpossibleWatch
 from paceline.runtime.patience import Patience
-from paceline.tokens import Bridge, ChatTokenizer, Conversation, Plan
+from paceline.tokens import ChatTokenizer, Conversation, Plan
 from paceline.tokens.marks import first_mark, sure_of
 from paceline.tokens.messages import words_of
 
@@ -68,30 +64,12 @@ EMPTY_ABORTS: Final = 32
 """Engine requests in a row that may be aborted without a token before the engine counts as failed: a chain that
 never gets anywhere must end."""
 
-_TOKENS: Limit | None = "tokens"
-
 _NOTHING_ASKED: Final = Asked(0)
 
 Ids: TypeAlias = NDArray[np.int32]
 Tell: TypeAlias = Callable[[Sequence[int]], None]
 Launch: TypeAlias = StartRollout | ContinueRollout
 """What a rollout is begun with."""
-
-
-class PromptTooLong(EnvError):
-    """The very first prompt leaves no room for an answer. The task is at fault, so it is not tried again."""
-
-
-class EnvRuntime(msgspec.Struct, frozen=True):
-    """What the rollouts of one environment have in common."""
-
-    environment: Environment
-    source: TaskSource
-    """The tasks of one split."""
-    limits: Limits
-    sampling: SamplingSection
-    bridge: Bridge | None
-    """None where no engine plays."""
 
 
 class ModelCalls(Calls):
@@ -108,7 +86,6 @@ class ModelCalls(Calls):
         "_impossible",
         "_keep",
         "_mark",
-        "_max_context",
         "_name",
         "_noise_by_position",
         "_noise_seed",
@@ -118,7 +95,6 @@ class ModelCalls(Calls):
         "_requests",
         "_rollout",
         "_sampled_crc",
-        "_sampling",
         "_session",
         "_stop_ids",
     )
@@ -146,13 +122,12 @@ class ModelCalls(Calls):
         self._name = str(command.rollout)
         self._session = f"g{command.rollout.group}"
         self._noise_seed = command.noise_seed
-        super().__init__(shared.limits, Recorder())
+        super().__init__(shared, Recorder(), _max_context(shared.limits, engines.get(command.engine)))
         bridge = shared.bridge
         if bridge is None:
             raise InvariantError(
                 f"rollout {command.rollout} is to be sampled on an engine, and has no tokenizer"
             )
-        self._sampling = shared.sampling
         self._bridge = bridge
         self._stop_ids = bridge.tokenizer.stop_ids
         self._engines = engines
@@ -160,7 +135,6 @@ class ModelCalls(Calls):
         self._clock = clock
         self._noise_by_position = noise_by_position
         self._impossible = impossible
-        self._max_context = _max_context(shared.limits, engines.get(command.engine))
         self._conversation = Conversation(bridge)
         self._gateway = gateway
         self._hung_up = False
@@ -281,32 +255,6 @@ class ModelCalls(Calls):
 
     # ── a turn ──
 
-    def _allowance(self, max_tokens: int | None) -> tuple[int, Limit | None]:
-        """Tokens this call may sample, and which limit cuts it there. Raises when there is room for none."""
-        allowed, cut = self._sampling.max_tokens, _TOKENS
-        if max_tokens is not None and max_tokens < allowed:
-            if max_tokens < 1:
-                raise EnvError(f"max_tokens is {max_tokens}; a model call samples at least one token")
-            allowed, cut = max_tokens, None
-        budget = self.limits.max_rollout_tokens
-        if budget is not None and (left := budget - self.recorder.sampled_tokens) < allowed:
-            allowed, cut = left, "tokens"
-        if self._max_context is not None:
-            room = self._max_context - self.recorder.context_tokens
-            if room < allowed:
-                allowed, cut = room, "context"
-        if allowed >= 1:
-            return allowed, cut
-        if cut == "tokens":
-            raise self.give_out("tokens", f"{budget} sampled tokens (limits.max_rollout_tokens)")
-        text = f"prompt of {self.recorder.context_tokens} tokens, context of {self._max_context}"
-        if not self.recorder.turns:
-            raise PromptTooLong(
-                f"prompt too long: {text}, which leaves no room for an answer; raise limits.max_context (and the "
-                "engine's) or leave the task out"
-            )
-        raise self.give_out("context", text)
-
     async def _encode(self, plan: Plan) -> None:
         if len(plan.text) < LONG_TEXT:
             self._bridge.encode(plan)
@@ -332,7 +280,7 @@ class ModelCalls(Calls):
         stops = self.stop_strings(stop)
         call = _Call(mix(self._noise_seed, len(self.recorder.turns)), stops, tell)
         try:
-            allowed, cut = self._allowance(max_tokens)
+            allowed, cut = self._allowance(max_tokens, self.recorder.context_tokens)
             call.asked = self._asked(allowed, stops)
             while True:
                 try:

@@ -42,11 +42,11 @@ from paceline.envs.protocol import Context, Result, RolloutTruncated, task_data
 from paceline.envs.text import cut_text
 from paceline.errors import EngineError, EnvError, InvariantError, said_by
 from paceline.ports import Engine, Parts
-from paceline.runtime.calls import Calls
+from paceline.runtime.calls import Calls, EnvRuntime
 from paceline.runtime.gate import TurnGate
 from paceline.runtime.gateway.server import Gateway
 from paceline.runtime.impossible import ImpossibleWatch
-from paceline.runtime.model import EnvRuntime, Launch, ModelCalls
+from paceline.runtime.model import Launch, ModelCalls
 
 STOP_S: Final = 5.0
 """Seconds an aborted engine request has to come back with its tokens, and a cancelled environment to clean up, before

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
+from paceline.envs.plain import THREAD_NAME
 from paceline.errors import place_of
 
 _TICK_S: Final = 1.0
@@ -66,5 +67,8 @@ class StandstillWatch:
                 return
 
     def _place(self) -> str:
-        """Where the loop's thread is: the user's code if there is any on its stack."""
-        return place_of(sys._current_frames().get(self._of)) or "an unknown place"
+        """Where the loop's thread is, or else one of plain functions: the user's code if there is any on its stack."""
+        frames = sys._current_frames()
+        plain = [thread.ident for thread in threading.enumerate() if thread.name == THREAD_NAME]
+        places = (place_of(frames.get(of or 0)) for of in (self._of, *plain))
+        return next(filter(None, places), "an unknown place")

@@ -28,8 +28,8 @@ from paceline.domain.task import Split, TaskRef
 from paceline.envs.protocol import Environment
 from paceline.errors import EngineError
 from paceline.ports import GenerateReply, GenerateRequest
+from paceline.runtime.calls import EnvRuntime
 from paceline.runtime.gateway import Gateway
-from paceline.runtime.model import EnvRuntime
 from paceline.runtime.runner import RolloutRunner
 from paceline.testing.loop import run_virtual
 from paceline.testing.tokens import byte_tokenizer

@@ -32,11 +32,11 @@ from paceline.domain.rollout import Rollout
 from paceline.envs.protocol import Environment
 from paceline.errors import InvariantError
 from paceline.ports import Engine
+from paceline.runtime.calls import EnvRuntime
 from paceline.runtime.driver import Driver
 from paceline.runtime.in_order import InOrder
 from paceline.runtime.inbox import Gates, Inbox
 from paceline.runtime.loads import poll_load
-from paceline.runtime.model import EnvRuntime
 from paceline.runtime.offload import Inline
 from paceline.runtime.processor import EnvProcessing, GroupProcessor
 from paceline.runtime.room import Room

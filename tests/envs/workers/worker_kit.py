@@ -22,8 +22,8 @@ from paceline.domain.task import TaskRef
 from paceline.envs.protocol import Environment
 from paceline.envs.surroundings import Ask, no_service
 from paceline.ports import GenerateReply, GenerateRequest
+from paceline.runtime.calls import EnvRuntime
 from paceline.runtime.gateway import Gateway
-from paceline.runtime.model import EnvRuntime
 from paceline.runtime.runner import RolloutRunner
 from paceline.testing.tokens import byte_tokenizer
 from paceline.tokens import Bridge

@@ -16,8 +16,8 @@ from paceline.domain.ids import RolloutId
 from paceline.domain.load import EngineInfo
 from paceline.domain.task import TaskRef
 from paceline.ports import GenerateReply, GenerateRequest
+from paceline.runtime.calls import EnvRuntime
 from paceline.runtime.gateway import Gateway
-from paceline.runtime.model import EnvRuntime
 from paceline.runtime.runner import RolloutRunner
 from paceline.tokens import Bridge
 

@@ -22,10 +22,10 @@ from paceline.domain.rollout import Rollout
 from paceline.domain.task import TaskRef
 from paceline.errors import EngineError
 from paceline.ports import GenerateReply, GenerateRequest
+from paceline.runtime.calls import EnvRuntime
 from paceline.runtime.gateway import Gateway
 from paceline.runtime.gateway import spoken as spoken_module
 from paceline.runtime.gateway.spoken import Spoken
-from paceline.runtime.model import EnvRuntime
 from paceline.runtime.runner import RolloutRunner
 from paceline.testing.tokens import MARKUP, byte_tokenizer
 from paceline.tokens import Bridge, user

@@ -22,6 +22,7 @@ from paceline.domain.rollout import FailureCause
 from paceline.domain.task import Task
 from paceline.envs.causes import cause_of, is_interruption
 from paceline.envs.endpoint import Endpoint
+from paceline.envs.plain import close_after_chores
 from paceline.envs.protocol import Context, Environment, Result, RolloutTruncated, TaskSource, task_data
 from paceline.envs.registry import make_environment, tasks_of
 from paceline.envs.tool_env import declares_tools
@@ -136,7 +137,7 @@ class Worker:
         if self._environment is not None:
             try:
                 async with asyncio.timeout(CLOSE_S):
-                    await self._environment.close()
+                    await close_after_chores(self._environment, self._environment.close, CLOSE_S / 2)
             except Exception as error:  # anybody's code; the process ends in any case
                 print(f"closing the environment failed: {said_by(error)}", file=sys.stderr, flush=True)
         self.closed.set()
