@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from paceline.cli import eval as eval_command
 from paceline.cli.main import main
 from paceline.domain.task import Split
 from paceline.envs import (
@@ -75,6 +79,7 @@ class Endpoint:
         message = answer if isinstance(answer, dict) else {"role": "assistant", "content": answer}
         finish = "length" if message.get("content") == "cut" else message.pop("finish", "stop")
         usage = {"prompt_tokens": 7 * len(body["messages"]), "completion_tokens": 5}
+        usage = message.pop("usage", usage)
         return web.json_response({"choices": [{"message": message, "finish_reason": finish}], "usage": usage})
 
 
@@ -273,6 +278,66 @@ def test_who_spends_all_it_may_say_on_thinking_has_answered_nothing_and_is_score
     assert json.loads(printed)["scored"] == 1
 
 
+def test_who_counts_no_tokens_is_counted_at_four_characters_each(endpoint: Endpoint, evaluated: Any) -> None:
+    endpoint.answer = lambda body: {"role": "assistant", "content": "more " * 20, "usage": None}
+    _, _, (rollout,) = evaluated(f"{__name__}:Asks", examples=1, limits__max_context=64)
+    assert (rollout["cause"], rollout["turns"], rollout["sampled_tokens"]) == ("context", 3, 3 * 26)
+
+
+@pytest.mark.parametrize("count", [-5, 10**15])
+def test_counts_that_are_none_are_told_of_the_endpoint(
+    endpoint: Endpoint, evaluated: Any, count: int
+) -> None:
+    usage = {"prompt_tokens": count, "completion_tokens": 1}
+    endpoint.answer = lambda body: {"role": "assistant", "content": "x", "usage": usage}
+    code, printed, _ = evaluated("reverse-text", in_words=True, examples=1)
+    assert code == 1
+    assert "without a score, engine: chat other" in printed
+    assert f"its reply counts {count} prompt tokens" in printed
+
+
+class Half(SingleTurnEnv):
+    def tasks(self, split: Split) -> ListTasks:
+        return ListTasks([1])
+
+    def prompt(self, data: Any) -> str:
+        return "hi"
+
+    def score(self, data: Any, text: str) -> float:
+        raise ValueError("half a character: \ud800")
+
+
+def test_half_a_character_costs_no_result(endpoint: Endpoint, evaluated: Any) -> None:
+    _, _, (rollout,) = evaluated(f"{__name__}:Half", examples=1)
+    assert "\ud800" in rollout["detail"]
+
+
+class Holds(Half):
+    blocking = False
+
+    def score(self, data: Any, text: str) -> float:
+        holds.set()
+        while True:
+            time.sleep(0.01)
+
+
+holds = threading.Event()
+
+
+def test_ctrl_c_cuts_off_code_that_holds_the_loop_and_what_was_measured_before_stays(
+    endpoint: Endpoint, evaluated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eval_command, "CUT_OFF_S", 0.1)
+    earlier = tmp_path / "out.jsonl"
+    earlier.write_text('{"of": "an earlier command"}\n')
+    ctrl_c = threading.Thread(target=lambda: holds.wait(60) and os.kill(os.getpid(), signal.SIGINT))
+    ctrl_c.start()
+    code, _, lines = evaluated(f"{__name__}:Holds", examples=1)
+    ctrl_c.join()
+    assert code == 130
+    assert lines == [{"of": "an earlier command"}]
+
+
 @pytest.mark.parametrize(
     ("limits", "cause", "asked"),
     [
@@ -392,7 +457,7 @@ def test_a_file_that_takes_no_more_is_named(endpoint: Endpoint, evaluated: Any) 
         (
             '[chat.other]\nurl = "http://h/v1"\nmodel = "m"\n[[eval]]\nid = "reverse-text"',
             ["--out", "/nowhere/out.jsonl"],
-            "--out /nowhere/out.jsonl: .*No such file",
+            "--out /nowhere/out.jsonl: no file can be written there",
         ),
     ],
 )

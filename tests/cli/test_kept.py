@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
@@ -179,6 +180,34 @@ def test_of_a_long_run_the_first_records_are_kept(tmp_path: Path, capsys: pytest
     assert 500 < replays(kept) < len(records)
     assert main(["replay", str(tmp_path / "run"), "--keep", str(kept), "--keep-mb", "0.0001"]) == 2
     assert "raise --keep-mb" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--keep", "{place}/pipe"], "pipe: a file is written, so name one"),
+        (["--keep", "{place}"], ": a file is written, so name one"),
+        (["--keep", ""], "a file is written, so name one"),
+        (["--keep", "{place}/nowhere/x.kept"], "in a folder that is there"),
+        (["--keep", "{place}/x.kept", "--keep-mb", "nan"], "'nan' is no number of megabytes above 0"),
+        (["--keep", "{place}/x.kept", "--batches"], "give one of them"),
+    ],
+)
+def test_what_cannot_be_kept_there_is_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert main(["replay", str(tmp_path), *(word.format(place=tmp_path) for word in words)]) == 2
+    assert says in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["pipe"]
+
+
+def test_what_is_no_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(tmp_path / "nope")]) == 2
+    assert "is neither a run's directory nor a file that --keep made" in capsys.readouterr().err
+    (tmp_path / "journal" / "000001.log").mkdir(parents=True)
+    assert main(["replay", str(tmp_path), "--keep", str(tmp_path / "x.kept")]) == 1
+    assert "000001.log cannot be read: Is a directory" in capsys.readouterr().err
 
 
 def _keep_asset(root: Path) -> None:

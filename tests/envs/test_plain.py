@@ -31,9 +31,10 @@ from paceline.envs import (
     plain,
     weighed,
 )
-from paceline.envs.plain import THREAD_NAME, OwnThread, called, close_after_chores
+from paceline.envs.plain import THREAD_NAME, OwnThread, called, close_after_chores, off_loop
 from paceline.envs.program import ProgramRun
 from paceline.envs.protocol import task_data
+from paceline.envs.threads import DaemonThreads
 from paceline.envs.tool_env import Episode
 from paceline.testing import play
 
@@ -413,16 +414,45 @@ def test_the_thread_ends_with_its_environment() -> None:
 
 
 @pytest.mark.parametrize("blocking", [None, True])
-def test_stop_iteration_is_an_error_like_any_other(blocking: bool | None) -> None:
-    class Next(Single):
+@pytest.mark.parametrize("raised", [StopIteration, GeneratorExit, KeyboardInterrupt])
+def test_what_means_something_else_elsewhere_is_an_error_like_any_other(
+    raised: type[BaseException], blocking: bool | None
+) -> None:
+    class Raises(Single):
         def score(self, data: Any, text: str) -> Any:
-            return next(iter(()))
+            raise raised
 
-    env = Next()
+    env = Raises()
     env.blocking = blocking  # type: ignore[misc]
     rollout = play(env, ["x"])
     assert rollout.outcome.cause == "unscored"
-    assert "StopIteration" in str(rollout.outcome.detail)
+    assert raised.__name__ in str(rollout.outcome.detail)
+
+
+def test_shared_threads_that_hang_are_made_up_for_when_their_rollouts_have_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plain, "GIVE_UP_S", 0.01)
+    pool = DaemonThreads(2, "few")
+    monkeypatch.setattr(plain, "shared_threads", lambda: pool)
+
+    async def main() -> None:
+        go, met = threading.Event(), threading.Barrier(3)
+
+        def hangs() -> None:
+            met.wait(60)
+            go.wait(60)
+
+        hanging = [asyncio.create_task(off_loop(hangs)) for _ in range(2)]
+        await asyncio.to_thread(met.wait, 60)
+        behind = asyncio.create_task(off_loop(int, "7"))
+        await asyncio.sleep(0)
+        for task in hanging:
+            task.cancel()
+        assert await asyncio.wait_for(behind, 60) == 7
+        go.set()
+
+    asyncio.run(main())
 
 
 def _takes_a_signal() -> None:
@@ -458,7 +488,7 @@ def test_a_plain_function_may_return_an_awaitable() -> None:
 
 
 def test_a_thread_is_made_only_when_a_plain_function_is_called() -> None:
-    before = threading.active_count()
+    before = {thread for thread in threading.enumerate() if thread.name == THREAD_NAME}
     OwnThread()
 
     class Async(Environment):
@@ -470,4 +500,4 @@ def test_a_thread_is_made_only_when_a_plain_function_is_called() -> None:
             return ListTasks([1])
 
     assert play(Async(), ["x"]).reward == 1.0
-    assert threading.active_count() == before
+    assert {thread for thread in threading.enumerate() if thread.name == THREAD_NAME} <= before

@@ -10,12 +10,18 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
+import shutil
+import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from types import FrameType
+from typing import IO, TYPE_CHECKING, NoReturn
 
 import msgspec
 
@@ -27,7 +33,7 @@ from paceline.domain.group import ClosedGroup
 from paceline.domain.ids import RolloutId
 from paceline.domain.rollout import Rollout
 from paceline.domain.task import Split, TaskRef
-from paceline.errors import ConfigError, InvariantError, PacelineError, printable
+from paceline.errors import ConfigError, InvariantError, PacelineError, place_of, printable
 
 if TYPE_CHECKING:
     from paceline.config import EvalSection, RunConfig
@@ -36,6 +42,9 @@ if TYPE_CHECKING:
 TAKES_CONFIG = True
 
 _MOST_CAUSES = 3
+
+CUT_OFF_S = 10.0
+"""Seconds from a Ctrl-C until code that holds the event loop is cut off."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +79,9 @@ async def _play(config: RunConfig, args: argparse.Namespace) -> bool:
 
     name, scored = args.chat, []
     async with contextlib.AsyncExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-eval-")))
+        logs = Path(tempfile.mkdtemp(prefix="paceline-eval-"))
+        stack.callback(_keep_what_was_said, logs)
+        stack.enter_context(_cut_off_after_ctrl_c())
         chat = chat_of(name, config.chat[name])
         stack.push_async_callback(chat.close)
         services = ConfiguredServices(config.services, config.chat)
@@ -79,7 +90,6 @@ async def _play(config: RunConfig, args: argparse.Namespace) -> bool:
         stack.push_async_callback(environments.close)
         without_training = config.model_copy(update={"env": ()})
         await environments.start(without_training, None, logs=logs, ask=services.call)
-        # Not before: what an earlier command has measured is not written over by one that cannot start.
         out = _Out(args.out) if args.out else None
         if out is not None:
             stack.callback(out.close)
@@ -102,6 +112,42 @@ async def _play(config: RunConfig, args: argparse.Namespace) -> bool:
             print(eval_.as_json(config, name) if args.json else eval_.told(), flush=True)
             scored.append(eval_.report.scored)
     return all(scored)
+
+
+def _keep_what_was_said(logs: Path) -> None:
+    """Of workers, if any said something: an error may name the file."""
+    if not any(file.stat().st_size for file in logs.glob("*")):
+        shutil.rmtree(logs)
+
+
+@contextlib.contextmanager
+def _cut_off_after_ctrl_c() -> Iterator[None]:
+    """A Ctrl-C stops what is played; where an environment's code holds the loop, it is cut off some seconds later."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    asks = signal.getsignal(signal.SIGINT)
+
+    def heard(number: int, frame: FrameType | None) -> None:
+        signal.setitimer(signal.ITIMER_REAL, CUT_OFF_S)
+        if callable(asks):
+            asks(number, frame)
+
+    def cut_off(number: int, frame: FrameType | None) -> None:
+        print(
+            f"cut off at {place_of(frame) or 'an unknown place'}: code there holds the event loop",
+            file=sys.stderr,
+        )
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, cut_off)
+    signal.signal(signal.SIGINT, heard)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGINT, asks)
 
 
 class _Eval:
@@ -190,24 +236,25 @@ class _Out:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        try:
-            self._file = path.open("w", encoding="utf-8")
-        except OSError as error:
-            raise self._failed(error) from error
+        self._file: IO[str] | None = None
+        if not os.access(path if path.exists() else path.absolute().parent, os.W_OK) or path.is_dir():
+            raise ConfigError(f"--out {path}: no file can be written there")
 
     def write(self, line: str) -> None:
         try:
+            if (
+                self._file is None
+            ):  # not before: what an earlier command has measured is worth more than nothing
+                self._file = self._path.open("w", encoding="utf-8")
             self._file.write(line + "\n")
             self._file.flush()
         except OSError as error:
-            raise self._failed(error) from error
+            raise ConfigError(f"--out {self._path}: {error}") from error
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # it was told when its last line was written
-            self._file.close()
-
-    def _failed(self, error: OSError) -> ConfigError:
-        return ConfigError(f"--out {self._path}: {error}")
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # it was told when its last line was written
+                self._file.close()
 
 
 class _NoGate:
@@ -222,24 +269,25 @@ class _NoGate:
 
 def _line(rollout: Rollout) -> str:
     """One rollout as a line of JSON."""
-    return msgspec.json.encode(
-        {
-            "env": rollout.task.env,
-            "example": rollout.task.index,
-            "member": rollout.id.member,
-            "ending": rollout.outcome.ending,
-            "cause": rollout.outcome.cause,
-            "detail": rollout.outcome.detail,
-            "reward": rollout.reward,
-            "rewards": rollout.rewards,
-            "metrics": rollout.metrics,
-            "info": rollout.info,
-            "turns": len(rollout.turns),
-            "prompt_tokens": rollout.prompt_tokens,
-            "sampled_tokens": rollout.sampled_tokens,
-            "seconds": round(rollout.ended - rollout.started, 3),
-            "model_s": round(rollout.model_s, 3),
-            "messages": rollout.messages,
-        },
-        enc_hook=str,
-    ).decode()
+    said = {
+        "env": rollout.task.env,
+        "example": rollout.task.index,
+        "member": rollout.id.member,
+        "ending": rollout.outcome.ending,
+        "cause": rollout.outcome.cause,
+        "detail": rollout.outcome.detail,
+        "reward": rollout.reward,
+        "rewards": rollout.rewards,
+        "metrics": rollout.metrics,
+        "info": rollout.info,
+        "turns": len(rollout.turns),
+        "prompt_tokens": rollout.prompt_tokens,
+        "sampled_tokens": rollout.sampled_tokens,
+        "seconds": round(rollout.ended - rollout.started, 3),
+        "model_s": round(rollout.model_s, 3),
+        "messages": rollout.messages,
+    }
+    try:
+        return msgspec.json.encode(said, enc_hook=str).decode()
+    except UnicodeEncodeError:  # half a character, of a model or a library
+        return json.dumps(msgspec.to_builtins(said, enc_hook=str))

@@ -144,6 +144,8 @@ class Keeping(NamedTuple):
 
 def keep(run_dir: Path, path: Path, most_bytes: int, *, on_note: Callable[[str], None]) -> Keeping:
     """Write the records of a run to one file, unless this release decides them otherwise: then nothing is written."""
+    if not path.name or path.is_dir() or (path.exists() and not path.is_file()) or not path.parent.is_dir():
+        raise ConfigError(f"--keep {path}: a file is written, so name one, in a folder that is there")
     records = partial(read_journal, run_dir, on_note=on_note)
     opened: dict[int, str] = {}
     count = 0
@@ -153,6 +155,8 @@ def keep(run_dir: Path, path: Path, most_bytes: int, *, on_note: Callable[[str],
             opened[record.event.config] = record.event.run_id
     body = BytesIO()
     written = write_records(body, records(), most_bytes)
+    if not count:
+        raise ConfigError(f"{run_dir}: its journal has no whole record, so there is nothing to keep")
     if not written:
         raise ConfigError(f"{most_bytes} bytes hold no records: raise --keep-mb")
     configs = {
@@ -172,7 +176,10 @@ def keep(run_dir: Path, path: Path, most_bytes: int, *, on_note: Callable[[str],
     data = whole(msgspec.structs.replace(about, decided=report.records))
     keeping = Keeping(path, report, count, len(data))
     if keeping.is_kept:
-        replace_file(path, data)
+        try:
+            replace_file(path, data)
+        except OSError as error:
+            raise ConfigError(f"--keep {path}: {error}") from error
     return keeping
 
 

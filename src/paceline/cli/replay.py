@@ -48,12 +48,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="keep the journal in one small file, to test later releases with",
     )
     parser.add_argument(
-        "--keep-mb", metavar="MB", type=float, default=4.0, help="most megabytes of that file (default 4)"
+        "--keep-mb",
+        metavar="MB",
+        type=_megabytes,
+        default=4.0,
+        help="most megabytes of that file (default 4)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of sentences")
 
 
+def _megabytes(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of megabytes above 0")
+    return number
+
+
 def run(args: argparse.Namespace) -> int:
+    if not args.run.is_dir() and not args.run.is_file():
+        raise ConfigError(f"{args.run} is neither a run's directory nor a file that --keep made")
+    if args.keep is not None and (args.batches or args.against is not None):
+        raise ConfigError("--keep keeps decisions, and --batches makes batches again: give one of them")
     if args.run.is_file() and (args.batches or args.against is not None or args.keep is not None):
         raise ConfigError(
             f"{args.run} is a kept journal, which has no tokens and is kept already: give the run's directory"

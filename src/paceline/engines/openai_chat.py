@@ -31,6 +31,8 @@ from paceline.errors import EngineError, without_password
 from paceline.ports import ChatReply
 
 ROUTE = "/chat/completions"
+_MOST_TOKENS = 10**8
+"""Of one reply: a count above is none."""
 
 
 class _Function(msgspec.Struct, frozen=True):
@@ -149,6 +151,11 @@ class OpenAIChat:
         if not reply.choices:
             raise EngineError(f"{self._name}: its reply has no choices")
         choice, usage = reply.choices[0], reply.usage or _Usage()
+        counts = (usage.prompt_tokens or 0, usage.completion_tokens or 0)
+        if not all(0 <= count < _MOST_TOKENS for count in counts):
+            raise EngineError(
+                f"{self._name}: its reply counts {counts[0]} prompt tokens and {counts[1]} of the answer"
+            )
         calls = tuple(msgspec.to_builtins(choice.message.tool_calls or ()))
         # One that spent all it may say on thinking has said nothing.
         if choice.message.content is None and not calls and choice.finish_reason != "length":
@@ -158,7 +165,6 @@ class OpenAIChat:
         return ChatReply(
             choice.message.content or "",
             choice.finish_reason,
-            usage.prompt_tokens or 0,
-            usage.completion_tokens or 0,
+            *counts,
             calls,
         )

@@ -26,7 +26,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Executor, Future
 from typing import Any, Final, ParamSpec, Protocol, TypeVar
 
-from paceline.envs.threads import daemon, perform, shared_threads
+from paceline.envs.threads import DaemonThreads, daemon, perform, shared_threads
 from paceline.errors import EnvError, said_by
 
 log = logging.getLogger(__name__)
@@ -68,20 +68,11 @@ async def called(
     if runs_at_once(environment, function):
         result = function(*args)
         return await result if inspect.isawaitable(result) else result
-    # Its own copy: what the function sets is its own, as it would be in a task.
-    call = _Call(functools.partial(contextvars.copy_context().run, function, *args))
-    own_thread = None if environment.blocking else environment.own_thread
-    running = asyncio.get_running_loop().run_in_executor(own_thread or shared_threads(), call)
+    threads = shared_threads() if environment.blocking else environment.own_thread
     try:
-        result = await asyncio.shield(running)
-    except asyncio.CancelledError:
-        if not call.leave():
-            running.cancel()  # it had not begun, and will not
-        else:
-            if own_thread is not None:
-                asyncio.get_running_loop().call_later(GIVE_UP_S, own_thread.leave_behind, call)
-            environment.chores.add(_claimed(running, unclaimed))
-        raise
+        result = await _carried_out(
+            threads, function, args, lambda running: environment.chores.add(_claimed(running, unclaimed))
+        )
     except Exception as error:
         if _wants_the_loop(error):
             raise EnvError(
@@ -94,8 +85,35 @@ async def called(
 
 async def off_loop(function: Callable[..., T], *args: Any) -> T:
     """Run a plain function in one of the threads that all environments of a process share."""
-    inside = contextvars.copy_context()
-    return await asyncio.get_running_loop().run_in_executor(shared_threads(), inside.run, function, *args)
+    result: T = await _carried_out(shared_threads(), function, args, _forget)
+    return result
+
+
+async def _carried_out(
+    threads: DaemonThreads | OwnThread,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    when_left: Callable[[asyncio.Future[Any]], object],
+) -> Any:
+    """`when_left` is given the call that goes on when the caller is cancelled."""
+    # Its own copy: what the function sets is its own, as it would be in a task.
+    call = _Call(functools.partial(contextvars.copy_context().run, function, *args))
+    loop = asyncio.get_running_loop()
+    running = loop.run_in_executor(threads, call)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        if call.leave():
+            loop.call_later(GIVE_UP_S, threads.leave_behind, call)
+            when_left(running)
+        else:
+            running.cancel()  # it had not begun, and will not
+        raise
+
+
+def _forget(running: asyncio.Future[Any]) -> None:
+    """Nobody is there to hear of it."""
+    running.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 def runs_at_once(environment: HasPlainFunctions, function: Callable[..., Any]) -> bool:

@@ -11,10 +11,17 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from queue import SimpleQueue
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class HasRun(Protocol):
+    """A call in a thread."""
+
+    @property
+    def runs(self) -> bool: ...
 
 
 class DaemonThreads(Executor):
@@ -39,6 +46,16 @@ class DaemonThreads(Executor):
                 self._threads += 1
                 daemon(f"{self._name}_{self._threads}", self._run)
         return future
+
+    def leave_behind(self, call: HasRun) -> None:
+        """Have one thread more, if the call still runs: nobody waits for it, and nobody can interrupt it."""
+        with self._lock:
+            if not call.runs:
+                return
+            self._most += 1
+            if not self._work.empty() and self._threads < self._most:
+                self._threads += 1
+                daemon(f"{self._name}_{self._threads}", self._run)
 
     def _run(self) -> None:
         while True:
@@ -67,9 +84,10 @@ def perform(future: Future[Any], work: Callable[[], Any]) -> None:
         return
     try:
         result = work()
-    except StopIteration as error:
-        # No future of asyncio can hold one: whoever waits for it would wait for ever. Coroutines make the same of it.
-        why = RuntimeError(f"a plain function raised StopIteration: {error}")
+    except (StopIteration, GeneratorExit, KeyboardInterrupt) as error:
+        # The first no future of asyncio can hold: whoever waits for it would wait for ever. The others mean something else to
+        # whoever waits: nobody's Ctrl-C is heard in a thread.
+        why = RuntimeError(f"a plain function raised {type(error).__name__}: {error}")
         why.__cause__ = error
         future.set_exception(why)
     except BaseException as error:

@@ -120,7 +120,12 @@ class FrameReader:
     def __init__(self, path: Path) -> None:
         """WireError if the file is no journal, or of a release that this one cannot read."""
         self.path = path
-        self._file: BinaryIO = open(path, "rb")  # noqa: SIM115 - closed by close()
+        try:
+            self._file: BinaryIO = open(path, "rb")  # noqa: SIM115 - closed by close()
+        except (IsADirectoryError, PermissionError) as error:
+            raise WireError(
+                f"{path} cannot be read: {error.strerror}; it belongs to the run's journal"
+            ) from error
         try:
             self.header, self.offset = self._start()
         except BaseException:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,6 +24,9 @@ from paceline.errors import EngineError, EnvError
 from paceline.ports import Chat, ChatReply
 from paceline.runtime.calls import Calls, EnvRuntime
 from paceline.tokens.messages import words_of
+
+_CHARS: Final = 4
+"""Characters of a token, about."""
 
 CALLS: Final = TaggedCalls()
 """How an endpoint's calls stand in the text that environments read, whatever the policy writes."""
@@ -44,8 +48,7 @@ class _Turns:
         self.sampled_tokens = 0
 
     def add(self, reply: ChatReply, finish: Finish, started: float, ended: float) -> Turn:
-        # An endpoint that counts nothing has sampled something all the same.
-        sampled = max(reply.sampled_tokens, 1)
+        sampled = reply.sampled_tokens
         ids = _unknown(sampled)
         logprobs = np.full(sampled, np.nan, np.float32)
         turn = Turn(
@@ -129,7 +132,7 @@ class ChatCalls(Calls):
             options = self._options(allowed, stop)
             began = self._clock()
             try:
-                reply = await self._answer(options)
+                reply = self._counted(await self._answer(options))
             finally:
                 ended = self._clock()
                 self.model_s += ended - began
@@ -152,6 +155,16 @@ class ChatCalls(Calls):
             raise
         finally:
             self.where, self.pending = "env", None
+
+    def _counted(self, reply: ChatReply) -> ChatReply:
+        """With tokens at four characters each, where the endpoint does not count: budgets have to end some time."""
+        prompt, sampled = reply.prompt_tokens, reply.sampled_tokens
+        if not prompt:
+            prompt = sum(len(words_of(message)) for message in self._history) // _CHARS + 1
+        if not sampled:
+            called = sum(len(call["function"]["arguments"]) for call in reply.tool_calls)
+            sampled = (len(reply.text) + called) // _CHARS + 1
+        return msgspec.structs.replace(reply, prompt_tokens=prompt, sampled_tokens=sampled)
 
     def _recorded(self, reply: ChatReply, cut: Limit | None, began: float, ended: float) -> Reply:
         finish: Finish = "length" if reply.finish == "length" else "stop"
