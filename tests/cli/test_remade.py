@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
+from cli.per_token import PerToken
 from paceline.cli.main import main
 from paceline.cli.remade import NotMade, Remade, remade, told
 from paceline.config import BatchSection
-from paceline.core.advantages import Advantages, Algorithm, GroupView
+from paceline.core.advantages import Algorithm
 from paceline.core.packing import pack_as
 from paceline.domain import commands as do
 from paceline.domain import events as on
@@ -44,18 +44,6 @@ SETUP = setup_for(
     max_staleness=1,
     max_steps=12,
 )
-
-
-class PerToken(Algorithm):
-    """An advantage of its own for every token, and a stream: neither is in the log."""
-
-    def advantages(self, view: GroupView, replies: Any) -> Advantages:
-        values = tuple(
-            tuple(np.where(s.trainable, np.arange(s.tokens) + 0.25, 0.0).astype(np.float32) for s in each)
-            for each in view.samples
-        )
-        weights = tuple(tuple(np.full(s.tokens, 0.5, np.float32) for s in each) for each in view.samples)
-        return Advantages(values, {"loss_weights": weights})
 
 
 def recorded(

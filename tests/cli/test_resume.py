@@ -11,8 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from cli.per_token import PerToken
 from paceline.cli.resume import read_back
-from paceline.core.advantages import Advantages, Algorithm, GroupView
+from paceline.core.advantages import Algorithm
 from paceline.core.recovery import EMPTY, CannotFold, Recovery
 from paceline.core.scheduler import Core
 from paceline.domain.batch import Batch
@@ -24,18 +25,6 @@ from paceline.journal.frames import FrameReader
 from paceline.testing import World, chaos, setup_for, train_env
 
 EARLIER = Path(__file__).parents[1] / "assets" / "earlier_release"
-
-
-class PerToken(Algorithm):
-    """An advantage of its own for every token, and a stream."""
-
-    def advantages(self, view: GroupView, replies: Any) -> Advantages:
-        values = tuple(
-            tuple(np.where(s.trainable, np.arange(s.tokens) + 0.25, 0.0).astype(np.float32) for s in each)
-            for each in view.samples
-        )
-        weights = tuple(tuple(np.full(s.tokens, 0.5, np.float32) for s in each) for each in view.samples)
-        return Advantages(values, {"loss_weights": weights})
 
 
 SETUP = setup_for(

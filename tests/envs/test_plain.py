@@ -336,7 +336,7 @@ def test_what_ended_rollouts_have_left_to_do_is_done_before_the_environment_is_c
         await asyncio.wait([making, *ending])
         assert told == []
         go.set()
-        await close_after_chores(env, env.close, 60.0)
+        await close_after_chores(env, 60.0)
 
     asyncio.run(main())
     assert told == ["released 0", "released 1", "released 2", "released made", "closed"]
@@ -355,7 +355,7 @@ def test_an_environment_is_closed_although_a_release_takes_too_long(caplog: pyte
         await asyncio.sleep(0)
         ending.cancel()
         await asyncio.wait([ending])
-        await close_after_chores(env, env.close, 0.01)
+        await close_after_chores(env, 0.01)
         go.set()
         await env.chores.done(60.0)
 

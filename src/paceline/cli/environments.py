@@ -106,8 +106,7 @@ class Environments:
         """All of them, though one may refuse."""
         async with contextlib.AsyncExitStack() as stack:
             for runtime in self.runtimes.values():
-                environment = runtime.environment
-                stack.push_async_callback(close_after_chores, environment, environment.close, _CHORES_S)
+                stack.push_async_callback(close_after_chores, runtime.environment, _CHORES_S)
 
 
 def check_group(section: EnvSection | EvalSection, environment: Environment) -> None:

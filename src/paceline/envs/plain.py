@@ -22,9 +22,10 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Executor, Future
-from typing import Any, Final, ParamSpec, Protocol, TypeVar
+from types import FrameType
+from typing import Any, Final, Literal, ParamSpec, Protocol, TypeVar
 
 from paceline.envs.threads import DaemonThreads, daemon, perform, shared_threads
 from paceline.errors import EnvError, said_by
@@ -53,6 +54,8 @@ class HasPlainFunctions(Protocol):
 
     @property
     def chores(self) -> Chores: ...
+
+    async def close(self) -> None: ...
 
 
 async def called(
@@ -128,11 +131,7 @@ def runs_at_once(environment: HasPlainFunctions, function: Callable[..., Any]) -
 async def _claimed(running: asyncio.Future[Any], unclaimed: Callable[[Any], Awaitable[None]] | None) -> None:
     try:
         result = await running
-    except (
-        Exception,
-        SystemExit,
-        KeyboardInterrupt,
-    ):  # of a rollout that has gone: nobody is there to hear of it
+    except (Exception, SystemExit):  # of a rollout that has gone: nobody is there to hear of it
         return
     if unclaimed is not None:
         await unclaimed(result)
@@ -164,29 +163,33 @@ class Chores:
 class _Call:
     """A call in a thread, whose caller may go away."""
 
-    __slots__ = ("_begun", "_function", "_is_left", "_lock", "runs")
+    __slots__ = ("_function", "_lock", "_state")
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
         self._lock = threading.Lock()
-        self._is_left = threading.Event()
-        self._begun = self.runs = False
+        self._state: Literal["waits", "left", "runs", "ended"] = "waits"
+
+    @property
+    def runs(self) -> bool:
+        return self._state == "runs"
 
     def __call__(self) -> Any:
         with self._lock:
-            if self._is_left.is_set():
+            if self._state == "left":
                 return None
-            self._begun = self.runs = True
+            self._state = "runs"
         try:
             return self._function()
         finally:
-            self.runs = False
+            self._state = "ended"
 
     def leave(self) -> bool:
         """The caller has gone. Whether the call has begun; if not, it never will."""
         with self._lock:
-            self._is_left.set()
-            return self._begun
+            if self._state == "waits":
+                self._state = "left"
+            return self._state != "left"
 
 
 class OwnThread(Executor):
@@ -219,9 +222,7 @@ class OwnThread(Executor):
         return line
 
 
-async def close_after_chores(
-    environment: HasPlainFunctions, close: Callable[[], Awaitable[None]], within_s: float
-) -> None:
+async def close_after_chores(environment: HasPlainFunctions, within_s: float) -> None:
     """Close an environment once what it still has to do for rollouts that have ended is done, or `within_s` seconds later."""
     if left := await environment.chores.done(within_s):
         log.warning(
@@ -230,7 +231,7 @@ async def close_after_chores(
             left,
             within_s,
         )
-    await close()
+    await environment.close()
 
 
 class _Line:
@@ -266,6 +267,12 @@ class _Line:
             while not self._work and not self._is_closed:
                 self._changed.wait()
             return self._work.popleft() if self._work else None
+
+
+def plain_frames(frames: Mapping[int, FrameType]) -> list[FrameType]:
+    """Of all threads' frames, those of threads that plain functions have for their own."""
+    own = [thread.ident for thread in threading.enumerate() if thread.name == THREAD_NAME]
+    return [frame for ident in own if ident is not None and (frame := frames.get(ident)) is not None]
 
 
 def _wants_the_loop(error: Exception) -> bool:

@@ -44,7 +44,7 @@ class EnvRuntime(msgspec.Struct, frozen=True):
     """None where no engine plays."""
 
 
-class Record(Protocol):
+class Trajectory(Protocol):
     """The turns of a rollout so far."""
 
     @property
@@ -80,7 +80,7 @@ class Calls(ABC):
         "where",
     )
 
-    def __init__(self, shared: EnvRuntime, recorder: Record, max_context: int | None) -> None:
+    def __init__(self, shared: EnvRuntime, recorder: Trajectory, max_context: int | None) -> None:
         """`max_context`: tokens of a prompt and its answer; None for any number."""
         self.limits = shared.limits
         self._sampling = shared.sampling

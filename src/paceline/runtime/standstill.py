@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from paceline.envs.plain import THREAD_NAME
+from paceline.envs.plain import plain_frames
 from paceline.errors import place_of
 
 _TICK_S: Final = 1.0
@@ -69,6 +69,5 @@ class StandstillWatch:
     def _place(self) -> str:
         """Where the loop's thread is, or else one of plain functions: the user's code if there is any on its stack."""
         frames = sys._current_frames()
-        plain = [thread.ident for thread in threading.enumerate() if thread.name == THREAD_NAME]
-        places = (place_of(frames.get(of or 0)) for of in (self._of, *plain))
+        places = map(place_of, (frames.get(self._of), *plain_frames(frames)))
         return next(filter(None, places), "an unknown place")

@@ -21,7 +21,7 @@ from paceline.config import Limits
 from paceline.domain.rollout import Rollout
 from paceline.domain.task import Split
 from paceline.envs.group_env import GroupEnv
-from paceline.envs.plain import THREAD_NAME
+from paceline.envs.plain import plain_frames
 from paceline.envs.protocol import Environment, TaskSource
 from paceline.envs.registry import tasks_of
 from paceline.envs.surroundings import InRun
@@ -405,8 +405,7 @@ def _place_now(frame: FrameType | None) -> str:
 
 
 def _place_of_plain(frames: Mapping[int, FrameType]) -> str:
-    own = (thread.ident for thread in threading.enumerate() if thread.name == THREAD_NAME)
-    return next(filter(None, (_own_place(frames.get(ident or 0)) for ident in own)), "")
+    return next(filter(None, map(_own_place, plain_frames(frames))), "")
 
 
 class _Stay:

@@ -137,7 +137,7 @@ class Worker:
         if self._environment is not None:
             try:
                 async with asyncio.timeout(CLOSE_S):
-                    await close_after_chores(self._environment, self._environment.close, CLOSE_S / 2)
+                    await close_after_chores(self._environment, CLOSE_S / 2)
             except Exception as error:  # anybody's code; the process ends in any case
                 print(f"closing the environment failed: {said_by(error)}", file=sys.stderr, flush=True)
         self.closed.set()
