@@ -11,7 +11,7 @@ import pytest
 
 from cli.per_token import PerToken
 from paceline.cli.main import main
-from paceline.cli.remade import NotMade, Remade, remade, told
+from paceline.cli.remade import Differs, NotMade, Remade, remade, told
 from paceline.config import BatchSection
 from paceline.core.advantages import Algorithm
 from paceline.core.packing import pack_as
@@ -120,8 +120,11 @@ def test_batches_whose_tokens_retention_dropped_are_named(
     assert found.same + len(found.not_made) == 12
     assert found.same > 2
     assert found.not_made[0].step == 1
-    assert main(["replay", str(tmp_path), "--batches"]) == 0
-    assert "journal.keep_token_steps or journal.keep_token_mb dropped them" in capsys.readouterr().out
+    assert main(["replay", str(tmp_path), "--batches"]) == 2
+    said = capsys.readouterr().out
+    assert "journal.keep_token_steps or journal.keep_token_mb dropped them" in said
+    lost = len(found.not_made)
+    assert f"{found.same} of 12 batches are the same to the byte; {lost} could not be made again\n" in said
 
 
 def test_without_hashes_and_files_there_is_nothing_to_compare_with(
@@ -150,7 +153,7 @@ def test_the_batches_of_two_runs_are_compared_whatever_the_runs_are_called(
     numbers = file_numbers(again, "rollouts")
     for number in numbers[: len(numbers) // 2]:
         file_path(again, "rollouts", number).unlink()
-    assert main(["replay", str(one), "--batches", "--against", str(again)]) == 0
+    assert main(["replay", str(one), "--batches", "--against", str(again)]) == 2
     assert f"not made again: that of {again} cannot be made: " in capsys.readouterr().out
 
 
@@ -171,5 +174,12 @@ def test_batches_are_told_together_only_where_they_follow_each_other() -> None:
     assert told(Remade(3, None, tuple(lost))).splitlines() == [
         "batches 1 to 2 were not made again: lost",
         "batch 5 was not made again: lost",
-        "3 batches are the same to the byte",
+        "3 of 6 batches are the same to the byte; 3 could not be made again",
     ]
+
+
+def test_a_batch_that_differs_outweighs_those_that_cannot_be_made() -> None:
+    lost = (NotMade(1, "lost"),)
+    assert Remade(3, None, ()).exit_code == 0
+    assert Remade(3, Differs(5, 0, "a", "b"), lost).exit_code == 1
+    assert Remade(3, None, lost).exit_code == 2

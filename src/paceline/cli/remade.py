@@ -50,6 +50,13 @@ class Remade(NamedTuple):
     """The first that is not: what follows was not looked at."""
     not_made: tuple[NotMade, ...]
 
+    @property
+    def exit_code(self) -> int:
+        """As of `diff`: 0 all the same, 1 one differs, 2 none is known to, and some could not be compared."""
+        if self.differs is not None:
+            return 1
+        return 2 if self.not_made else 0
+
 
 class _CannotMake(Exception):
     """Why a batch cannot be made again."""
@@ -237,12 +244,14 @@ def told(found: Remade, shipped: str = "shipped", made: str = "made now") -> str
             f"  {made:<{width}}  {d.made or 'nothing for this rank'}",
         ]
     else:
-        said.append(
-            "1 batch is the same to the byte"
-            if found.same == 1
-            else f"{found.same} batches are the same to the byte"
-        )
+        said.append(_how_many(found.same, len(found.not_made)))
     return "\n".join(said)
+
+
+def _how_many(same: int, not_made: int) -> str:
+    if not_made:
+        return f"{same} of {same + not_made} batches are the same to the byte; {not_made} could not be made again"
+    return "1 batch is the same to the byte" if same == 1 else f"{same} batches are the same to the byte"
 
 
 def as_json(found: Remade) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def _make_batches(args: argparse.Namespace) -> int:
     print(json.dumps(remade.as_json(found)) if args.json else printable(text))
     if not found.same and found.differs is None:
         raise ConfigError(f"{args.run}: no batch could be made again")
-    return 1 if found.differs is not None else 0
+    return found.exit_code
 
 
 class RecordedRun:
