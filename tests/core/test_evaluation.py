@@ -89,6 +89,11 @@ def test_s82_an_epoch_is_complete_when_nothing_is_owed() -> None:
     assert (epoch.owed, epoch.complete) == (3, False)
     with pytest.raises(InvariantError, match="3 rollouts are owed"):
         epoch.report()
+    assert (epoch.settled, epoch.so_far().rollouts, epoch.so_far().mean_reward) == (
+        1,
+        3,
+        pytest.approx(2 / 3),
+    )
     epoch.settle(example(1, 0, None, 0))
     assert epoch.complete
     report = epoch.report()

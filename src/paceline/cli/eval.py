@@ -28,7 +28,7 @@ import msgspec
 from paceline.cli.options import add_config_argument, load_config, positive
 from paceline.core.evaluation import EvalEpoch
 from paceline.core.streams import key, mix
-from paceline.domain.commands import ReportEval, StartRollout
+from paceline.domain.commands import StartRollout
 from paceline.domain.group import ClosedGroup
 from paceline.domain.ids import RolloutId
 from paceline.domain.rollout import Rollout
@@ -58,7 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when every eval was measured, 1 when one had no rollout with a score."""
+    """0 when every eval was measured, 1 when one had no rollout with a score. KeyboardInterrupt after a Ctrl-C, when what had
+    been measured by then is printed."""
     config = load_config(args).value
     if args.chat not in config.chat:
         there = ", ".join(sorted(config.chat)) or "none"
@@ -109,8 +110,9 @@ async def _play(config: RunConfig, args: argparse.Namespace) -> bool:
                 await eval_.play(args.at_once)
             except* PacelineError as failed:
                 raise failed.exceptions[0] from failed
-            print(eval_.as_json(config, name) if args.json else eval_.told(), flush=True)
-            scored.append(eval_.report.scored)
+            finally:  # of one that was cut short too: what has been answered was waited for, and may be paid for
+                print(eval_.as_json(config, name) if args.json else eval_.told(), flush=True)
+            scored.append(eval_.epoch.report().scored)
     return all(scored)
 
 
@@ -169,34 +171,42 @@ class _Eval:
         self._failures: Counter[str] = Counter()
         self._took_s = 0.0
 
-    @property
-    def report(self) -> ReportEval:
-        return self.epoch.report()
-
     async def play(self, at_once: int) -> None:
         """All of it, with about `at_once` rollouts under way; the members of a group always together."""
         began = time.monotonic()
         places = asyncio.Semaphore(max(1, at_once // self.epoch.k))
-        async with asyncio.TaskGroup() as groups:
-            while self.epoch.undrawn:
-                await places.acquire()
-                groups.create_task(self._group(self.epoch.draw(), places))
-        self._took_s = time.monotonic() - began
+        try:
+            async with asyncio.TaskGroup() as groups:
+                while self.epoch.undrawn:
+                    await places.acquire()
+                    groups.create_task(self._group(self.epoch.draw(), places))
+        finally:
+            self._took_s = time.monotonic() - began
 
     async def _group(self, example: int, places: asyncio.Semaphore) -> None:
         task = TaskRef(self.epoch.env, "eval", example)
         seed = mix(self._seed, example)
-        members = range(self.epoch.k)
-        rollouts = await asyncio.gather(
-            *(
+        runs = [
+            asyncio.ensure_future(
                 self._runner.run(
                     StartRollout(RolloutId(example, member), task, seed, mix(seed, member), "", 0)
                 )
-                for member in members
             )
-        )
-        places.release()
-        self.epoch.settle(ClosedGroup(example, task, self.epoch.k, tuple(rollouts)))
+            for member in range(self.epoch.k)
+        ]
+        try:
+            await asyncio.gather(*runs)
+        except asyncio.CancelledError:  # the members that have ended count; the others were cancelled
+            ended = [r for r in runs if r.done() and not r.cancelled() and r.exception() is None]
+            if ended:
+                self._settle(task, [run.result() for run in ended])
+            raise
+        finally:
+            places.release()
+        self._settle(task, [run.result() for run in runs])
+
+    def _settle(self, task: TaskRef, rollouts: list[Rollout]) -> None:
+        self.epoch.settle(ClosedGroup(task.index, task, self.epoch.k, tuple(rollouts)))
         for rollout in rollouts:
             if rollout.reward is None:
                 outcome = rollout.outcome
@@ -208,10 +218,11 @@ class _Eval:
 
     def told(self) -> str:
         """For people."""
-        report = self.report
+        report = self.epoch.so_far()
         reward = "no reward" if report.mean_reward is None else f"reward {report.mean_reward:.3f}"
+        part = "" if self.epoch.complete else f" (partial, {self._share()})"
         parts = [
-            f"{report.env}: {reward}",
+            f"{report.env}{part}: {reward}",
             *(f"pass@{j} {share:.3f}" for j, share in report.pass_at.items()),
             f"{report.scored} of {report.rollouts} rollouts scored",
             ", ".join(f"{count} {ending}" for ending, count in report.by_ending.items()),
@@ -225,10 +236,21 @@ class _Eval:
         return "\n".join(["  ".join(parts), *causes])
 
     def as_json(self, config: RunConfig, name: str) -> str:
-        report = msgspec.to_builtins(self.report, str_keys=True)
+        report = msgspec.to_builtins(self.epoch.so_far(), str_keys=True)
         kept = ("env", "rollouts", "scored", "mean_reward", "pass_at", "by_ending", "mean_tokens")
         told = {"chat": name, "model": config.chat[name].model, **{field: report[field] for field in kept}}
-        return json.dumps({**told, "seconds": round(self._took_s, 3), "failures": dict(self._failures)})
+        partial = None if self.epoch.complete else self._share()
+        return json.dumps(
+            {
+                **told,
+                "partial": partial,
+                "seconds": round(self._took_s, 3),
+                "failures": dict(self._failures),
+            }
+        )
+
+    def _share(self) -> str:
+        return f"{self.epoch.settled} of {self.epoch.examples} examples"
 
 
 class _Out:

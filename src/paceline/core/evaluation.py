@@ -124,6 +124,11 @@ class EvalEpoch:
         return (self.examples - len(self._rewards)) * self.k
 
     @property
+    def settled(self) -> int:
+        """Examples that are accounted for."""
+        return len(self._rewards)
+
+    @property
     def complete(self) -> bool:
         return not self.owed
 
@@ -161,9 +166,13 @@ class EvalEpoch:
         """What was measured. InvariantError while rollouts are owed."""
         if not self.complete:
             raise InvariantError(f"eval {self.env} of v{self.version}: {self.owed} rollouts are owed")
-        rewards = [self._rewards[example] for example in range(self.examples)]
+        return self.so_far()
+
+    def so_far(self) -> ReportEval:
+        """The same of the examples that are settled, where others may be owed."""
+        rewards = [self._rewards[example] for example in sorted(self._rewards)]
         scored = [reward for each in rewards for reward in each]
-        total = self.examples * self.k
+        total = len(rewards) * self.k
         return ReportEval(
             env=self.env,
             version=self.version,
@@ -174,7 +183,7 @@ class EvalEpoch:
             pass_at=pass_at(rewards, self.k),
             by_ending={ending: n for ending, n in sorted(self._endings.items()) if n},
             mean_tokens=self._tokens / self._launched if self._launched else 0.0,
-            reason=f"all {total} rollouts ended, {len(scored)} of them scored",
+            reason=f"{'all ' if self.complete else ''}{total} rollouts ended, {len(scored)} of them scored",
         )
 
 
