@@ -163,6 +163,10 @@ def test_a_record_that_does_not_add_up_is_refused(broken: Turn, says: str) -> No
     assert says in str(refused)
 
 
+def test_a_turn_that_begins_anew_with_nothing_is_refused() -> None:
+    assert "turn 2 has an empty prompt" in str(refusal(turn([1], [2]), turn([], [], extends=False)))
+
+
 def test_turn_rewards_that_do_not_fit_the_turns_are_refused() -> None:
     assert "turn_rewards" in str(refusal(turn_rewards=(0.5, 1.0, 2.0, 3.0)))
     assert "turn_rewards" in str(refusal(turn_rewards=(float("nan"),)))

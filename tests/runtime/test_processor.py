@@ -17,7 +17,7 @@ from paceline.domain.ids import RolloutId
 from paceline.domain.rollout import COMPLETED, Rollout, Turn
 from paceline.domain.task import TaskRef
 from paceline.runtime.offload import Inline
-from paceline.runtime.processor import SERVICE_S, EnvProcessing, GroupProcessor
+from paceline.runtime.processor import SERVICE_S, SMALL_TOKENS, EnvProcessing, GroupProcessor
 from paceline.testing import run_virtual
 
 TASK = TaskRef("env", "train", 0)
@@ -54,13 +54,67 @@ class Judges:
             self.waiting.remove(request)
 
 
-def group() -> ClosedGroup:
-    ids, logprobs = np.array([1, 2], np.int32), np.array([-0.5, -0.5], np.float32)
-    turn = Turn(ids, ids, logprobs, ((0, 2),), False, "stop")
+def group(tokens: int = 2) -> ClosedGroup:
+    ids, logprobs = np.ones(tokens, np.int32), np.full(tokens, -0.5, np.float32)
+    turn = Turn(ids, ids, logprobs, ((0, tokens),), False, "stop")
     members = [
         Rollout(id=RolloutId(0, n), task=TASK, outcome=COMPLETED, turns=(turn,), reward=1.0) for n in (0, 1)
     ]
     return ClosedGroup(0, TASK, 2, tuple(members))
+
+
+class Leaves(Algorithm):
+    """Advantages of 1 and -1, if that; it asks for nothing."""
+
+    name = "leaves"
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+
+    def advantages(self, view: GroupView, replies: Sequence[Any]) -> Advantages:
+        if self.error is not None:
+            raise self.error
+        return Advantages(np.array([1.0, -1.0]))
+
+
+def processed_soon(algorithm: Algorithm, closed: ClosedGroup) -> list[GroupProcessed] | None:
+    """What is told within the next turns of the loop; None when `process_soon` takes it not."""
+
+    async def main() -> list[GroupProcessed] | None:
+        told: list[GroupProcessed] = []
+        how = EnvProcessing(GroupRules(env="env", seq_len=64), algorithm)
+        if not GroupProcessor({"env": how}, Inline()).process_soon(closed, told.append):
+            return None
+        assert not told, "not inside the call: whoever closed the group is not done"
+        await asyncio.sleep(0)
+        return told
+
+    return run_virtual(main())
+
+
+def test_a_small_group_whose_algorithm_asks_for_nothing_is_processed_on_the_loop() -> None:
+    told = processed_soon(Leaves(), group())
+    assert told is not None
+    (answer,) = told
+    assert answer.error is None
+    assert [verdict.advantage for verdict in answer.result.verdicts] == [1.0, -1.0]
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), asyncio.CancelledError("no"), StopIteration("no")])
+def test_what_an_algorithm_raises_on_the_loop_fails_its_group(error: BaseException) -> None:
+    told = processed_soon(Leaves(error), group())
+    assert told is not None
+    (answer,) = told
+    assert answer.error is not None
+    assert type(error).__name__ in answer.error
+    assert [verdict.fate for verdict in answer.result.verdicts] == ["failed", "failed"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "closed"), [(Judge(), group()), (Leaves(), group(SMALL_TOKENS))], ids=["asks", "long"]
+)
+def test_what_takes_a_service_or_a_thread_is_not(algorithm: Algorithm, closed: ClosedGroup) -> None:
+    assert processed_soon(algorithm, closed) is None
 
 
 def processed(judges: Judges) -> tuple[GroupProcessed, float]:

@@ -66,9 +66,6 @@ class Flight(msgspec.Struct, eq=False, gc=False):
     waits_since: float = 0.0
     """When it began to do something else than call an engine: its start, or its last call's end."""
 
-    def __post_init__(self) -> None:
-        self.waits_since = self.started
-
     def age(self, now: float) -> float:
         """Seconds that it has run, without those that it waited to go on after a restart."""
         return now - self.started - self.stood.seconds

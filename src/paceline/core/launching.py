@@ -418,7 +418,8 @@ class Launcher:
         self._account.launched(account)
         if task.split == "train":
             self.breakers.started(rollout, task.env)
-        flight = Flight(rollout, task, engine.id, self._out.now, account)
+        now = self._out.now
+        flight = Flight(rollout, task, engine.id, now, account, waits_since=now)
         engine.add(flight)
         self._flights.add(flight)
         if self._learner is not None:

@@ -101,11 +101,16 @@ class _Member(msgspec.Struct):
     flags: tuple[str, ...] = ()
 
 
+def asks_nothing(algorithm: Algorithm) -> bool:
+    """Whether an algorithm never asks for anything to be fetched."""
+    return getattr(type(algorithm), "requests", None) is Algorithm.requests
+
+
 def service_requests(
     group: ClosedGroup, rules: GroupRules, algorithm: Algorithm
 ) -> tuple[ServiceRequest, ...]:
     """What the algorithm must have fetched before `process_group`; costs nothing when it never asks."""
-    if getattr(type(algorithm), "requests", None) is Algorithm.requests:
+    if asks_nothing(algorithm):
         return ()
     members = _members(group, rules)
     return tuple([request for role in _by_role(members) for request in _asked(group, role, algorithm)])
@@ -114,7 +119,7 @@ def service_requests(
 def _asked(
     group: ClosedGroup, members: Sequence[_Member], algorithm: Algorithm
 ) -> tuple[ServiceRequest, ...]:
-    if getattr(type(algorithm), "requests", None) is Algorithm.requests:
+    if asks_nothing(algorithm):
         return ()
     if not any(member.fate == "queued" for member in members):
         return ()

@@ -176,11 +176,11 @@ def _flat(rollout: Rollout, turns: Sequence[Turn], chain: Sequence[int], context
     for number, (start, end) in zip(trains, spans[context:], strict=True):
         trainable[start:end] = True
         logprobs[start:end] = turns[number].logprobs
-    _check_values(turns, chain, token_ids, logprobs)
-    if trainable[0]:
+    if not at or trainable[0]:
         raise RecordRefused(
             "data", f"turn {chain[0] + 1} has an empty prompt: nothing precedes its first sampled token"
         )
+    _check_values(turns, chain, token_ids, logprobs)
     for array in (token_ids, trainable, logprobs):
         array.setflags(write=False)
     return Sample(
@@ -309,12 +309,12 @@ def _as_arrays(number: int, turn: Turn) -> Turn:
 def _check_values(
     turns: Sequence[Turn], chain: Sequence[int], token_ids: NDArray[np.int32], logprobs: NDArray[np.float32]
 ) -> None:
-    """Two reductions a sample on the way that all take; the place of a fault is looked up only when there is one."""
-    # The comparisons are false for NaN, which a minimum and a maximum pass on.
+    """Three extremes a sample on the way that all take; the place of a fault is looked up only when there is one."""
+    # `argmin` finds a NaN, for which the comparison is false, and costs a third of what `min` does on short arrays.
     if (
-        np.minimum.reduce(logprobs, initial=0.0) > LOWEST_LOGPROB
-        and np.maximum.reduce(logprobs, initial=0.0) <= HIGHEST_LOGPROB
-        and np.minimum.reduce(token_ids, initial=0) >= 0
+        logprobs[logprobs.argmin()] > LOWEST_LOGPROB
+        and logprobs[logprobs.argmax()] <= HIGHEST_LOGPROB
+        and token_ids[token_ids.argmin()] >= 0
     ):
         return
     for number in chain:

@@ -294,8 +294,9 @@ class Core:
             listed += 1
             account.move("grouped", "queued", sampled)
             # What will not ship of a rollout that does: cut-off tails.
-            ships = sum(sample.trainable_tokens for sample in verdict.samples)
-            account.move("queued", "overlong", sampled - ships, rollouts=0)
+            ships = sum([sample.trainable_tokens for sample in verdict.samples])
+            if ships != sampled:
+                account.move("queued", "overlong", sampled - ships, rollouts=0)
             self.list.add(verdict, env)
         if tokens:
             raise InvariantError(f"group {result.group}: no verdict on {sorted(map(str, tokens))}")
@@ -638,7 +639,7 @@ class Core:
         for row in state["flights"]:
             left = UnderWay.restore(row)
             account = self.account.of(left.task.split, left.task.env)
-            flight = Flight(left.id, left.task, "", left.started, account)
+            flight = Flight(left.id, left.task, "", left.started, account, waits_since=left.started)
             flight.sampled, flight.requests, flight.stood = left.sampled, left.requests, left.stood
             flight.late = left.late
             self.continuing.left(flight, left.oldest)

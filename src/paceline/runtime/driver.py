@@ -25,7 +25,7 @@ from paceline.domain import commands as do
 from paceline.domain import events as on
 from paceline.domain.commands import Command
 from paceline.domain.events import Event
-from paceline.domain.ids import EngineId
+from paceline.domain.ids import EngineId, RolloutId
 from paceline.domain.rollout import Rollout
 from paceline.errors import EngineBusy, EngineUnavailable, InvariantError, PacelineError, said_by
 from paceline.ports import BatchSink, Engine, Journal, PolicySource
@@ -132,6 +132,8 @@ class Driver:
         """Tasks that nobody waits for when the run has ended; in order, so that runs repeat."""
         self._background: list[tuple[str, Callable[[], Coroutine[Any, Any, None]]]] = []
         self._tasks = asyncio.TaskGroup()
+        self._rolling: dict[RolloutId, asyncio.Task[None]] = {}
+        """Tasks of the rollouts. In the group each would take another callback when it ends."""
         self._trainer = TrainerWatch(step_limit_s, self.fail, trained=core.trained)
         self._starts = Starts(self._begin_rollout, self._finish.done)
         self._perform: dict[type, Callable[[Any], None]] = {
@@ -180,6 +182,7 @@ class Driver:
                     *self._background,
                 ):
                     self._set_beside(tasks.create_task(self._guarded(name, make), name=name))
+                tasks.create_task(self._stand_for_rollouts(), name="rollouts")
                 self._inbox.post(opened)
                 for rollout in ended:
                     self._inbox.post(on.RolloutEnded(rollout))
@@ -300,7 +303,8 @@ class Driver:
     # ── commands ──
 
     def _begin_rollout(self, command: Launch) -> None:
-        self._tasks.create_task(self._roll_out(command), context=self._context.copy())
+        task = self._loop.create_task(self._roll_out(command), context=self._context.copy())
+        self._rolling[command.rollout] = task
 
     async def _roll_out(self, command: Launch) -> None:
         try:
@@ -308,8 +312,22 @@ class Driver:
         except Exception as error:  # it answers with a record, whatever happens: this is our bug
             self._failed("rollout runner", error)
             return
+        finally:
+            del self._rolling[command.rollout]
         self._gates.forget(command.rollout)
         self._inbox.post(on.RolloutEnded(rollout))
+
+    async def _stand_for_rollouts(self) -> None:
+        """Stands for the rollouts in the group of tasks: ends when the run has ended and they have; when it is cancelled, they
+        are."""
+        waits_for: Sequence[asyncio.Future[Any]] = [self._finish]
+        while waits_for:
+            try:
+                await asyncio.wait(waits_for)
+            except asyncio.CancelledError:
+                for task in self._rolling.values():
+                    task.cancel()
+            waits_for = [task for task in self._rolling.values() if not task.done()]
 
     def _cancel_rollout(self, command: do.CancelRollout) -> None:
         rollout = command.rollout
@@ -319,7 +337,8 @@ class Driver:
         self._runner.park(command.rollout)
 
     def _process_group(self, command: do.ProcessGroup) -> None:
-        self._spawn("group processor", lambda: self._processor.process(command.group))
+        if not self._processor.process_soon(command.group, self._inbox.post):
+            self._spawn("group processor", lambda: self._processor.process(command.group))
 
     def _update_weights(self, command: do.UpdateWeights) -> None:
         async def update() -> on.WeightsLoaded:

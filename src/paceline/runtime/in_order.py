@@ -33,6 +33,9 @@ class InOrder:
         self._on_note = on_note
         self._waiting: dict[GroupId, asyncio.Future[None]] = {}
 
+    def process_soon(self, group: ClosedGroup, tell: Callable[[GroupProcessed], None]) -> bool:
+        return False  # it may have to wait for others
+
     async def process(self, group: ClosedGroup) -> GroupProcessed:
         for rollout in group.rollouts:
             if rollout.outcome.cause == _BY_THE_CLOCK:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 from paceline.errors import said_by
 
@@ -60,27 +60,34 @@ class Slices:
 
     def __init__(self, slice_s: float = 0.002) -> None:
         self._slice_s = slice_s
-        self._work: deque[tuple[asyncio.Future[Any], Callable[[], Any]]] = deque()
+        self._work: deque[Callable[[], None]] = deque()
         self._scheduled = False
 
-    async def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-        self._work.append((future, lambda: carried(function, *args, **kwargs)))
+    def add(self, work: Callable[[], None]) -> None:
+        """Do it soon; it raises nothing. Call on a running loop."""
+        self._work.append(work)
         if not self._scheduled:
             self._scheduled = True
+            loop = asyncio.get_running_loop()
             loop.call_soon(self._slice, loop)
+
+    async def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def work() -> None:
+            if not future.done():
+                try:
+                    future.set_result(carried(function, *args, **kwargs))
+                except Exception as error:
+                    future.set_exception(error)
+
+        self.add(work)
         return await future
 
     def _slice(self, loop: asyncio.AbstractEventLoop) -> None:
         until = perf_counter() + self._slice_s
         while self._work:
-            future, work = self._work.popleft()
-            if not future.done():
-                try:
-                    future.set_result(work())
-                except Exception as error:
-                    future.set_exception(error)
+            self._work.popleft()()
             if perf_counter() > until:
                 break
         self._scheduled = bool(self._work)

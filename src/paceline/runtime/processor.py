@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import msgspec
 
 from paceline.core.advantages import Algorithm, ServiceRequest
-from paceline.core.processing import GroupRules, broken_group, process_group, service_requests
+from paceline.core.processing import (
+    GroupRules,
+    asks_nothing,
+    broken_group,
+    process_group,
+    service_requests,
+)
 from paceline.domain.events import GroupProcessed
 from paceline.domain.group import ClosedGroup, GroupResult
 from paceline.domain.ids import EnvName
@@ -39,6 +45,11 @@ class EnvProcessing(msgspec.Struct, frozen=True):
 class Processor(Protocol):
     """Answers `ProcessGroup`."""
 
+    def process_soon(self, group: ClosedGroup, tell: Callable[[GroupProcessed], None]) -> bool:
+        """Process it on the loop, soon, and tell the answer, if that needs neither a thread nor I/O; False where it does.
+        It costs a third of what a task around `process` does."""
+        ...
+
     async def process(self, group: ClosedGroup) -> GroupProcessed: ...
 
 
@@ -53,6 +64,23 @@ class GroupProcessor:
         self._slices = Slices()
         self._services = services
         self._calls = asyncio.Semaphore(SERVICE_CALLS)
+
+    def process_soon(self, group: ClosedGroup, tell: Callable[[GroupProcessed], None]) -> bool:
+        how = self._envs[group.task.env]
+        if not (_is_small(group) and asks_nothing(how.algorithm)):
+            return False
+        began = time.perf_counter()
+
+        def work() -> None:
+            try:
+                result, text = carried(process_group, group, how.rules, how.algorithm), None
+            except Exception as error:
+                text = said_by(error)
+                result = broken_group(group, text)
+            tell(GroupProcessed(result, time.perf_counter() - began, text))
+
+        self._slices.add(work)
+        return True
 
     async def process(self, group: ClosedGroup) -> GroupProcessed:
         began = time.perf_counter()
