@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from paceline.cli.main import main
@@ -100,6 +104,30 @@ def test_a_cell_repeats_and_overlapping_takes_less_time(tmp_path: Path) -> None:
     assert faster is not None
     assert faster.mean > 1.0
     assert page("small", cells, ()).startswith("<!doctype html>")
+
+
+def test_processes_of_a_study_end_with_one_that_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "long.toml"
+    path.write_text(SMALL.replace("seeds = 2", "seeds = 4").replace("steps = 2", "steps = 100000"), "utf-8")
+    paceline = subprocess.Popen([sys.executable, "-m", "paceline", "simulate", str(path), "--processes", "2"])
+    workers: list[psutil.Process] = []
+    try:
+        busy = 2.0  # seconds of CPU: they are in the middle of a cell
+        while len(workers) < 2 or any(sum(worker.cpu_times()[:2]) < busy for worker in workers):
+            assert paceline.poll() is None, "the study goes on for long"
+            time.sleep(0.1)
+            workers = [
+                child
+                for child in psutil.Process(paceline.pid).children()
+                if "spawn_main" in str(child.cmdline())
+            ]
+        paceline.kill()
+        paceline.wait()
+        assert psutil.wait_procs(workers, timeout=60)[1] == []
+    finally:
+        for process in (paceline, *workers):
+            if isinstance(process, subprocess.Popen) or process.is_running():
+                process.kill()
 
 
 def test_what_is_wrong_with_a_study_is_named(tmp_path: Path) -> None:

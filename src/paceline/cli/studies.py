@@ -6,8 +6,9 @@ import csv
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from paceline.errors import ConfigError
@@ -53,12 +54,26 @@ def simulate(
                 progress(len(cells), len(jobs))
         return cells
     # Not forked: a parent may have threads.
-    with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(
+        count, mp_context=get_context("spawn"), initializer=_end_with_the_parent
+    ) as pool:
         for cell in pool.map(_run, jobs):
             cells.append(cell)
             if progress is not None:
                 progress(len(cells), len(jobs))
     return cells
+
+
+def _end_with_the_parent() -> None:
+    """A process of the pool hears nothing of a parent that was killed: it would go on for hours, and then wait for ever."""
+    parent = parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            parent.join()
+        os._exit(1)
+
+    Thread(target=watch, name="parent watch", daemon=True).start()
 
 
 def _run(job: tuple[Any, ...]) -> Cell:
