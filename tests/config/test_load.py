@@ -238,6 +238,20 @@ def test_a_missing_key_is_named_with_its_section(error_of: ErrorOf) -> None:
     )
 
 
+def test_a_flag_that_was_meant_for_the_only_item_says_that_items_count_from_0(error_of: ErrorOf) -> None:
+    one, two = '[[env]]\nid = "a"\n', '[[env]]\nid = "a"\n[[env]]\nid = "b"\n'
+    assert error_of(one, flags="--env.1.weight 2") == (
+        "flag --env.1.weight: [[env]] (env.1) lacks the required key 'id' (text): the flag makes a new item, with 1 before it, "
+        "as they count from 0"
+    )
+    assert error_of(one, flags="--env.2.weight 2") == (
+        "flag --env.2.weight: env has 1 item, --env.0, as they count from 0; --env.1 makes another"
+    )
+    assert error_of(two, flags="--env.3.weight 2") == (
+        "flag --env.3.weight: env has 2 items, --env.0 to --env.1, as they count from 0; --env.2 makes another"
+    )
+
+
 def test_a_contradiction_is_told_at_its_section_with_the_places_of_both_values(error_of: ErrorOf) -> None:
     assert error_of("seed = 1\n[admission]\nfloor = 9\n", flags="--admission.ceiling 5") == (
         "run.toml:2: [admission]: floor 9 > ceiling 5: lower floor to fit "
@@ -282,7 +296,8 @@ def test_all_that_is_wrong_is_told_at_once_in_the_order_of_the_files(error_of: E
         ("--batch-size 3", "unknown option; did you mean --orchestrator.batch-size?"),
         ("--no-orchestrator.shufle", "unknown option"),
         ("--seed.x 3", "--seed is a plain value (integer), with nothing inside"),
-        ("--env.2.id x", "the list holds 0, so the next item is --env.0"),
+        ("--env.2.id x", "env has no item yet, and items count from 0: --env.0 makes the first"),
+        ("--env.first.id x", "--env is a list, whose items go by number: --env.0.id"),
         ("--seed", "needs a value: integer"),
         ("--no-seed", "cannot be switched off: it takes integer"),
         ("--no-orchestrator", "cannot be switched off: it takes table"),

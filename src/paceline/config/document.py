@@ -25,6 +25,10 @@ class Source:
     provenance: str
     """For the record: `run.toml:3`, or `flag`."""
 
+    @property
+    def is_flag(self) -> bool:
+        return self.provenance == "flag"
+
 
 @dataclass
 class Document:

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from paceline.config.document import Document, Source
 from paceline.config.shape import Key, Path, Shape, choices, keys_of
-from paceline.config.toml import as_flag
+from paceline.config.toml import as_flag, dotted
 from paceline.config.words import expected, nearest
 
 _SWITCH_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -122,7 +122,7 @@ def _resolve(
         if part.isdecimal() and (shape.item or (shape.opaque and isinstance(table, list))):
             size = len(table) if isinstance(table, list) else 0
             if strict and int(part) > size:
-                raise _BadFlag(f"the list holds {size}, so the next item is {as_flag((*path, size))}")
+                raise _BadFlag(_beyond_the_end(path, size))
             path, shape = (*path, int(part)), shape.item or shape
             continue
         key = _key(part, shape, table)
@@ -174,7 +174,18 @@ def _is_literal(key: Key) -> bool:
     return len(choices(key.shape)) == 1
 
 
+def _beyond_the_end(path: Path, size: int) -> str:
+    following = as_flag((*path, size))
+    if not size:
+        return f"{dotted(path)} has no item yet, and items count from 0: {following} makes the first"
+    names = " to ".join(dict.fromkeys(as_flag((*path, n)) for n in (0, size - 1)))
+    items = "1 item" if size == 1 else f"{size} items"
+    return f"{dotted(path)} has {items}, {names}, as they count from 0; {following} makes another"
+
+
 def _unknown(parts: tuple[str, ...], part: str, path: Path, shape: Shape, root: Shape) -> str:
+    if shape.item and not shape.sections:
+        return f"{as_flag(path)} is a list, whose items go by number: {as_flag((*path, 0, *parts[len(path) + 1 :]))}"
     if not shape.sections and path:
         return f"{as_flag(path)} is a plain value ({expected(shape)}), with nothing inside"
     siblings = {as_flag((*path, name)) for model in shape.sections for name in keys_of(model)}

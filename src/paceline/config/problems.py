@@ -111,7 +111,11 @@ class Problems:
             return
         what = "section" if shape.sections and not shape.scalars else "key"
         text = f"{header(path[:-1])} lacks the required {what} '{path[-1]}' ({expected(shape)})"
-        self._note(path, text, self._document.source_of(path[:-1]) if len(path) > 1 else self._somewhere)
+        source = self._document.source_of(path[:-1]) if len(path) > 1 else self._somewhere
+        if source is not None and source.is_flag and isinstance(path[-2], int):
+            before = f"{path[-2]} before it" if path[-2] else "none before it"
+            text += f": the flag makes a new item, with {before}, as they count from 0"
+        self._note(path, text, source)
 
     def _contradiction(self, section: Path, message: str) -> None:
         """What a section's own check says, with where the values it speaks of were written, if they were."""
