@@ -21,6 +21,7 @@ from paceline.engines.http.wire import (
     error_text,
     event_of,
     excerpt,
+    finish_of,
     lenient,
     version_of,
     version_runs,
@@ -28,7 +29,6 @@ from paceline.engines.http.wire import (
 from paceline.errors import EngineError
 from paceline.ports import GenerateReply
 
-_FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
 _NO_IDS = "the engine did not return token ids: it must be SGLang's own /generate"
 
 
@@ -110,7 +110,7 @@ class Heard:
             return
         event = event_of(_events, data)
         if event.error is not None:
-            _give_up(_code_of(event.error), error_text(data))
+            raise _broke_off(_code_of(event.error), error_text(data))
         if event.meta_info is None:
             raise EngineError(f"{_NO_IDS} (it says {excerpt(data)!r})")
         self._last = event.meta_info
@@ -119,7 +119,7 @@ class Heard:
         if new:
             self._tell([token for _, token, _ in new])
         if (finish := self._last.finish_reason) is not None and _is_refusal(finish):
-            _give_up(finish.status_code or 500, str(finish.message))
+            raise _broke_off(finish.status_code or 500, str(finish.message))
 
     def _new(self, meta: _Meta, ids: list[int] | None) -> list[_Entry]:
         """Tokens that were not told before."""
@@ -171,11 +171,9 @@ def _exact(entries: Sequence[_Entry], finish: Finish, meta: _Meta, known: Versio
 
 
 def _finish_of(reason: _Finish | None) -> Finish:
-    finish = _FINISHES.get(reason.type) if reason else None
-    if finish is None or reason is None:
-        raise EngineError(f"the engine's reply ended with finish_reason {reason}, not stop, length or abort")
-    if _is_refusal(reason):
-        raise EngineError(f"the engine gave the request up ({reason.status_code}): {reason.message}")
+    finish = finish_of(reason.type if reason else None)
+    if reason is not None and _is_refusal(reason):
+        raise _gave_up(reason.status_code, reason.message)
     return finish
 
 
@@ -183,11 +181,15 @@ def _is_refusal(reason: _Finish) -> bool:
     return reason.type == "abort" and (reason.status_code or 200) >= 400
 
 
-def _give_up(status: int, why: str) -> None:
+def _broke_off(status: int, why: str) -> Exception:
     """What a stream says for an HTTP status, once it has begun: LinkLost where trying again may help."""
     if is_transient(status, b""):
-        raise LinkLost(f"it broke the stream off ({status}): {why}", arrived=True)
-    raise EngineError(f"the engine gave the request up ({status}): {why}")
+        return LinkLost(f"it broke the stream off ({status}): {why}", arrived=True)
+    return _gave_up(status, why)
+
+
+def _gave_up(status: int | None, why: str | None) -> EngineError:
+    return EngineError(f"the engine gave the request up ({status}): {why}")
 
 
 def _code_of(error: Any) -> int:

@@ -178,11 +178,7 @@ def exact(reply: Reply, known: Version, *, spans: bool = True) -> GenerateReply:
         raise EngineError("the engine's reply has no choices")
     choice = reply.choices[0]
     ids, logprobs = _sampled(choice)
-    finish = _FINISHES.get(choice.finish_reason)
-    if finish is None:
-        raise EngineError(
-            f"the engine's reply ended with finish_reason {choice.finish_reason!r}, not stop, length or abort"
-        )
+    finish = finish_of(choice.finish_reason)
     details = reply.usage.prompt_tokens_details if reply.usage else None
     return GenerateReply(
         token_ids=ids,
@@ -192,6 +188,16 @@ def exact(reply: Reply, known: Version, *, spans: bool = True) -> GenerateReply:
         cached_tokens=(details.cached_tokens or 0) if details else 0,
         stop_reason=choice.stop_reason,
     )
+
+
+def finish_of(reason: str | None) -> Finish:
+    """Why the server says that it stopped. EngineError for a reason that is none of ours."""
+    finish = _FINISHES.get(reason)
+    if finish is None:
+        raise EngineError(
+            f"the engine's reply ended with finish_reason {reason!r}, not stop, length or abort"
+        )
+    return finish
 
 
 def version_of(label: str) -> Version:
