@@ -48,6 +48,11 @@ class EngineBusy(EngineUnavailable):
     """The engine answers, and says that it has too much to do (429): a reason to ask later, not to give it up."""
 
 
+class ModelCallFailed(EngineError):
+    """A rollout's model call has failed for good: what an environment sees of it. Whatever rollouts it ends (members of a group
+    that runs in one call end together), the engine is the cause."""
+
+
 class EnvError(PacelineError):
     """An environment broke its contract. Recorded on its rollout; the siblings go on."""
 

@@ -447,6 +447,16 @@ def test_groups_that_meet_play_together_whatever_fits_at_once(endpoint: Endpoint
     assert (code, json.loads(printed)["mean_reward"]) == (0, 2.0)
 
 
+def test_a_failure_of_the_endpoint_in_a_group_that_meets_has_one_cause(
+    endpoint: Endpoint, evaluated: Any
+) -> None:
+    endpoint.answer = lambda body: 500 if len(endpoint.asked) == 1 else 60.0
+    code, printed, _ = evaluated(f"{__name__}:Meets", examples=1, k=4)
+    (cause, count), *others = json.loads(printed)["failures"].items()
+    assert (code, count, others) == (1, 4, [])
+    assert cause.startswith("engine: chat other")
+
+
 class Continues(SingleTurnEnv):
     def tasks(self, split: Split) -> ListTasks:
         return ListTasks([1])

@@ -7,6 +7,7 @@ from typing import Final
 
 from paceline.domain.rollout import FailureCause
 from paceline.envs.protocol import InfrastructureError, RolloutTruncated, ScoringError
+from paceline.errors import ModelCallFailed
 
 _PERMANENT: Final = (
     FileNotFoundError,
@@ -19,14 +20,21 @@ _PERMANENT: Final = (
 
 
 def cause_of(error: BaseException) -> FailureCause:
-    """`unscored`, `infrastructure` or `environment`."""
+    """`engine`, `unscored`, `infrastructure` or `environment`.
+
+    `engine` is that of another member's model call, in a group that runs in one call: of its own the runner knows.
+    """
     if isinstance(error, BaseExceptionGroup):
         causes = {cause_of(leaf) for leaf in error.exceptions}
+        if "engine" in causes:
+            return "engine"
         return causes.pop() if len(causes) == 1 else "environment"
     if isinstance(error, ScoringError):
         return "unscored"
     chain: BaseException | None = error
     while chain is not None:
+        if isinstance(chain, ModelCallFailed):
+            return "engine"
         if isinstance(chain, InfrastructureError):
             return "infrastructure"
         if isinstance(chain, OSError) and not isinstance(chain, _PERMANENT):

@@ -19,7 +19,7 @@ from paceline.config.environment import Limits
 from paceline.config.model import SamplingSection
 from paceline.domain.rollout import CancelCause, Limit, Message, Turn
 from paceline.envs.protocol import ChatMessage, Environment, Reply, RolloutTruncated, Says, TaskSource
-from paceline.errors import EngineError, EnvError
+from paceline.errors import EnvError, ModelCallFailed
 from paceline.ports import Engine
 from paceline.tokens import Bridge
 
@@ -170,7 +170,7 @@ class Calls(ABC):
         if self.stop is not None:
             raise asyncio.CancelledError
         if self.engine_error is not None:
-            raise EngineError(self.engine_error)
+            raise ModelCallFailed(self.engine_error)
         if self.limit is not None:
             raise RolloutTruncated(self.limit, f"the rollout is over: {self.limit_text}")
         if self._poison:

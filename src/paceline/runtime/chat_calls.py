@@ -20,7 +20,7 @@ from paceline.domain.rollout import Finish, Limit, Message, Turn
 from paceline.envs.protocol import ChatMessage, Environment, Reply, RolloutTruncated, Says, messages_of
 from paceline.envs.tool_env import ToolEnv
 from paceline.envs.tools import TaggedCalls
-from paceline.errors import EngineError, EnvError
+from paceline.errors import EngineError, EnvError, ModelCallFailed
 from paceline.ports import Chat, ChatReply
 from paceline.runtime.calls import Calls, EnvRuntime
 from paceline.tokens.messages import words_of
@@ -152,7 +152,7 @@ class ChatCalls(Calls):
             raise
         except EngineError as error:
             self.engine_error = str(error)
-            raise
+            raise ModelCallFailed(self.engine_error) from error
         finally:
             self.where, self.pending = "env", None
 

@@ -45,6 +45,7 @@ from paceline.errors import (
     EnvError,
     ImpossibleLogprobs,
     InvariantError,
+    ModelCallFailed,
 )
 from paceline.ports import Engine, GenerateReply, GenerateRequest, SamplingParams
 from paceline.runtime.calls import Calls, EnvRuntime
@@ -311,14 +312,14 @@ class ModelCalls(Calls):
     async def _before_next(self, call: _Call, error: EngineUnavailable) -> None:
         """Its engine could not carry out a request: the chain goes on from the tokens it has, wherever the gate says.
 
-        EngineError when that has gone on for too long, or the rollout is being stopped anyway.
+        ModelCallFailed when that has gone on for too long, or the rollout is being stopped anyway.
         """
         wait_s = (
             call.patience.after(error, self._clock()) if self.stop is None and self.limit is None else None
         )
         if wait_s is None:
             self.engine_error = str(error)
-            raise EngineError(self.engine_error) from error
+            raise ModelCallFailed(self.engine_error) from error
         if wait_s:
             await self._sit_out(call, wait_s)
 
@@ -424,7 +425,7 @@ class ModelCalls(Calls):
                 self.engine_error = (
                     f"engine {grant.engine} aborted {EMPTY_ABORTS} requests in a row without a token"
                 )
-                raise EngineError(self.engine_error)
+                raise ModelCallFailed(self.engine_error)
         return finish
 
     # ── parts ──
@@ -606,7 +607,7 @@ class ModelCalls(Calls):
             if cancelled or isinstance(error, EngineUnavailable):
                 raise
             self.engine_error = text
-            raise EngineError(text) from error
+            raise ModelCallFailed(text) from error
         finally:
             self.where, self.engine = "env", None
         self._impossible.sampled(grant.engine, len(reply.token_ids))

@@ -8,7 +8,7 @@ How a rollout ends, first match first:
 | what happened | ending, cause |
 | --- | --- |
 | the run cancelled it | `cancelled`, the cause it was asked for |
-| a model call failed, whatever the environment made of that | `failed`, `engine` |
+| a model call failed, whatever the environment made of that | `failed`, `engine`; other members of a shared call, too |
 | a limit refused or cut a model call, or the deadline passed | `truncated`, the limit; scored if the environment can |
 | the environment raised `CancelledError` by itself | `cancelled`, `self` |
 | it raised `ScoringError` | `failed`, `unscored` |
@@ -40,7 +40,7 @@ from paceline.domain.task import Split, Task
 from paceline.envs.causes import cause_of, is_interruption
 from paceline.envs.protocol import Context, Result, RolloutTruncated, task_data
 from paceline.envs.text import cut_text
-from paceline.errors import EngineError, EnvError, InvariantError, said_by
+from paceline.errors import EngineError, EnvError, InvariantError, ModelCallFailed, said_by
 from paceline.ports import Engine, Parts
 from paceline.runtime.calls import Calls, EnvRuntime
 from paceline.runtime.gate import TurnGate
@@ -494,6 +494,8 @@ def _failed(cause: FailureCause, detail: str) -> Outcome:
 def _text(error: BaseException) -> str:
     if isinstance(error, BaseExceptionGroup):
         return "; ".join(map(_text, error.exceptions))
+    if isinstance(error, ModelCallFailed):
+        return str(error)  # as the member has it whose call it was
     return said_by(error)
 
 

@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worker_kit import Engine, Inside, inside
+from worker_kit import TOKENIZER, Engine, Inside, inside
 
 from paceline.config import Limits
 from paceline.domain.ids import RolloutId
+from paceline.domain.rollout import Outcome
 from paceline.domain.task import Split, Task
 from paceline.envs import GroupEnv, InfrastructureError, ListTasks, MultiAgentEnv, Result, Seat
 from paceline.envs.surroundings import InRun
+from paceline.errors import EngineError
+from paceline.ports import GenerateReply, GenerateRequest
 
 
 class Ranked(GroupEnv):
@@ -92,6 +95,51 @@ async def test_an_error_of_the_call_is_every_members() -> None:
     ended = await asyncio.gather(*(run.roll_out(m) for m in range(2)))
     assert {r.outcome.cause for r in ended} == {"environment"}
     assert "1 results for 2 seats" in ended[0].outcome.detail
+
+
+class Refuses(Engine):
+    """Fails the second member's call for good, and answers the others."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateReply:
+        if "!" in TOKENIZER.decode(request.token_ids.tolist(), keep_special=True):
+            raise EngineError("e0 answered 500")
+        return await super().generate(request)
+
+
+async def test_a_model_call_that_fails_a_shared_call_is_the_engines_failure_in_every_member(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = Ranked()
+    env.bind(InRun(2))
+    inline = Inside(env, Limits(), Refuses())
+    ended = await asyncio.gather(*(inline.roll_out(m) for m in range(2)))
+    assert [r.outcome for r in ended] == [Outcome("failed", "engine", "e0 answered 500")] * 2
+
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    async with inside(tmp_path, "test_group_envs:Ranked", group_size=2, engine=Refuses()) as run:
+        ended = await asyncio.gather(*(run.roll_out(m) for m in range(2)))
+        assert [r.outcome for r in ended] == [Outcome("failed", "engine", "e0 answered 500")] * 2
+
+
+async def test_a_seats_engine_failure_is_one_among_the_errors_of_an_episodes_tasks(tmp_path: Path) -> None:
+    class Side(Ranked):
+        async def rollout_group(self, task: Task, seats: Sequence[Seat]) -> Sequence[Result]:
+            async with asyncio.TaskGroup() as group:
+                for seat in seats:
+                    group.create_task(self._one(task, seat))
+            return [Result(0.0) for _ in seats]
+
+        async def _one(self, task: Task, seat: Seat) -> None:
+            try:
+                await seat.model.chat(task.data + "!" * seat.member)
+            except EngineError as error:
+                raise RuntimeError("no answer") from error
+
+    env = Side()
+    env.bind(InRun(2))
+    run = Inside(env, Limits(), Refuses())
+    ended = await asyncio.gather(*(run.roll_out(m) for m in range(2)))
+    assert {r.outcome.cause for r in ended} == {"engine"}
 
 
 async def test_s35_agents_of_an_episode_are_rollouts_with_a_role_and_a_frozen_one_does_not_train() -> None:

@@ -28,7 +28,7 @@ from paceline.envs.protocol import (
 from paceline.envs.workers import wire
 from paceline.envs.workers.pool import Call, Died, WorkerPool
 from paceline.envs.workers.remote import said_of
-from paceline.errors import EngineError, EnvError, PacelineError, said_by
+from paceline.errors import EngineError, EnvError, ModelCallFailed, PacelineError, said_by
 
 
 class RemoteTasks:
@@ -273,7 +273,7 @@ def _raised(failure: wire.Failure) -> BaseException:
     name, colon, text = failure.text.partition(": ")
     if not colon or not name.isidentifier():
         name, text = "EnvError", failure.text
-    base = {"unscored": ScoringError, "infrastructure": InfrastructureError, "engine": EngineError}.get(
+    base = {"unscored": ScoringError, "infrastructure": InfrastructureError, "engine": ModelCallFailed}.get(
         failure.kind, EnvError
     )
     error: BaseException = type(name, (base,), {})(text)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from paceline.envs.endpoint import Endpoint
 from paceline.envs.protocol import ChatMessage, Reply, RolloutTruncated, Says, messages_of
 from paceline.envs.workers import wire
-from paceline.errors import EngineError, EnvError, said_by
+from paceline.errors import EnvError, ModelCallFailed, said_by
 
 _REACH_S: Final = 10.0
 """Seconds the gateway may take to accept a first connection from this host."""
@@ -55,7 +55,7 @@ class Questions:
         elif refused.kind == "truncated" and refused.limit is not None:
             future.set_exception(RolloutTruncated(refused.limit, refused.text))
         elif refused.kind == "engine":
-            future.set_exception(EngineError(refused.text))
+            future.set_exception(ModelCallFailed(refused.text))
         else:
             future.set_exception(EnvError(refused.text))
 

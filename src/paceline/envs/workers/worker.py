@@ -18,7 +18,6 @@ from typing import Any, Final
 import msgspec
 
 from paceline.domain.ids import RolloutId
-from paceline.domain.rollout import FailureCause
 from paceline.domain.task import Task
 from paceline.envs.causes import cause_of, is_interruption
 from paceline.envs.endpoint import Endpoint
@@ -28,7 +27,7 @@ from paceline.envs.registry import make_environment, tasks_of
 from paceline.envs.tool_env import declares_tools
 from paceline.envs.workers import wire
 from paceline.envs.workers.remote import Questions, RemoteModel, reply_of
-from paceline.errors import EngineError, PacelineError, said_by
+from paceline.errors import PacelineError, said_by
 
 PULSE_S: Final = 0.5
 """Seconds between two signs of life."""
@@ -292,7 +291,7 @@ def failure_of(error: BaseException) -> wire.Failure:
         return wire.Failure("cancelled", said_by(error), interrupted=True)
     if isinstance(error, RolloutTruncated):
         return wire.Failure("truncated", str(error), str(error.limit), interrupted=True)
-    kind: FailureCause = "engine" if isinstance(error, EngineError) else cause_of(error)
+    kind = cause_of(error)
     if isinstance(error, BaseExceptionGroup):
         text = "; ".join(said_by(leaf) for leaf in error.exceptions)
     else:
