@@ -3,7 +3,7 @@
 A model call is a chain of engine requests, each of which extends exactly the ids so far. Each asks the turn gate, and
 each is reported when it ends. An engine that stops a request of its own accord (to load weights, or to park the rollout)
 hands back what it sampled, and the chain goes on from there. A rollout of an earlier life is answered from its record
-first (`continuing`).
+first (`keeping`).
 
     chat ─▶ bridge: the ids to add ─▶ recorder: the whole context
          ─▶ gate ─▶ engine.generate ─▶ checked, recorded, reported ─┐
@@ -22,12 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config.environment import Limits
-from paceline.core.samples import HIGHEST_LOGPROB, LOWEST_LOGPROB
 from paceline.core.streams import mix
 from paceline.domain.commands import ContinueRollout, GrantTurn, StartRollout
-from paceline.domain.events import RolloutContinued, SegmentEnded, TurnRequested
+from paceline.domain.events import RolloutContinued, TurnRequested
 from paceline.domain.ids import EngineId
-from paceline.domain.part import Asked, Part, sampled_crc
+from paceline.domain.part import Asked, Part
 from paceline.domain.rollout import Finish, Message
 from paceline.envs.endpoint import Endpoint
 from paceline.envs.protocol import (
@@ -37,25 +36,24 @@ from paceline.envs.protocol import (
     Says,
     messages_of,
 )
-from paceline.envs.recorder import NO_IDS, Recorder
+from paceline.envs.recorder import NO_IDS
 from paceline.errors import (
-    EngineBusy,
     EngineError,
     EngineUnavailable,
     EnvError,
-    ImpossibleLogprobs,
     InvariantError,
     ModelCallFailed,
 )
-from paceline.ports import Engine, GenerateReply, GenerateRequest, SamplingParams
-from paceline.runtime.calls import Calls, EnvRuntime
-from paceline.runtime.continuing import Record
+from paceline.ports import Engine, GenerateRequest, SamplingParams
+from paceline.runtime.calls import EnvRuntime
+from paceline.runtime.chain import Chain, Tell
 from paceline.runtime.gate import TurnGate
 from paceline.runtime.gateway.server import Gateway
 from paceline.runtime.impossible import ImpossibleWatch
-from paceline.runtime.patience import Patience
+from paceline.runtime.keeping import Keeping
+from paceline.runtime.requests import EngineRequests
 from paceline.tokens import ChatTokenizer, Conversation, Plan
-from paceline.tokens.marks import first_mark, sure_of
+from paceline.tokens.marks import first_mark, may_be_in
 from paceline.tokens.messages import words_of
 
 LONG_TEXT: Final = 20_000
@@ -65,42 +63,27 @@ EMPTY_ABORTS: Final = 32
 """Engine requests in a row that may be aborted without a token before the engine counts as failed: a chain that
 never gets anywhere must end."""
 
-_NOTHING_ASKED: Final = Asked(0)
-
 Ids: TypeAlias = NDArray[np.int32]
-Tell: TypeAlias = Callable[[Sequence[int]], None]
 Launch: TypeAlias = StartRollout | ContinueRollout
 """What a rollout is begun with."""
 
 
-class ModelCalls(Calls):
+class ModelCalls(EngineRequests):
     """The `Model` of one rollout: conversation, recorder and budgets."""
 
     __slots__ = (
         "_bridge",
-        "_clock",
         "_conversation",
-        "_engines",
-        "_gate",
         "_gateway",
         "_hung_up",
-        "_impossible",
-        "_keep",
+        "_keeping",
         "_mark",
         "_name",
         "_noise_by_position",
         "_noise_seed",
-        "_on_record_end",
-        "_parked",
-        "_record_left",
-        "_requests",
-        "_rollout",
-        "_sampled_crc",
         "_session",
         "_stop_ids",
     )
-
-    recorder: Recorder
 
     def __init__(
         self,
@@ -117,13 +100,12 @@ class ModelCalls(Calls):
         keep: Callable[[Part], None] | None = None,
         on_record_end: Callable[[RolloutContinued, str], None] = lambda event, strayed: None,
     ) -> None:
-        """`parts`: what earlier lives have left of the rollout; `on_record_end` is told when it has come to the end of
-        that, and how its environment strayed from it, if it did. `keep` is given what is sampled in this life."""
-        self._rollout = command.rollout
+        """`parts`, `keep` and `on_record_end` are as in `Keeping`."""
         self._name = str(command.rollout)
         self._session = f"g{command.rollout.group}"
         self._noise_seed = command.noise_seed
-        super().__init__(shared, Recorder(), _max_context(shared.limits, engines.get(command.engine)))
+        most = _max_context(shared.limits, engines.get(command.engine))
+        super().__init__(command.rollout, shared, most, engines, gate, clock, impossible)
         bridge = shared.bridge
         if bridge is None:
             raise InvariantError(
@@ -131,30 +113,13 @@ class ModelCalls(Calls):
             )
         self._bridge = bridge
         self._stop_ids = bridge.tokenizer.stop_ids
-        self._engines = engines
-        self._gate = gate
-        self._clock = clock
         self._noise_by_position = noise_by_position
-        self._impossible = impossible
         self._conversation = Conversation(bridge)
         self._gateway = gateway
         self._hung_up = False
-        self._keep = keep
-        self._on_record_end = on_record_end
-        self._requests = 0
-        """Engine requests that sampled something, those of earlier lives included."""
-        self._sampled_crc = 0
-        """Of what it has sampled so far, its record included, where parts are kept."""
-        self._record_left: Record | None = None
-        """What of its record the rollout has still before it."""
-        self._mark = ""
-        if isinstance(command, ContinueRollout):
-            self._requests = command.requests
-            self._record_left = Record(command, parts)
-            # An engine may still be busy with the request that the earlier life had under way.
-            self._mark = f"-{round(1000 * clock()):x}"
-        self._parked = False
-        """Set when it is parked in the moment between a grant and the request: the request is not sent."""
+        self._keeping = Keeping(command, parts, keep, on_record_end)
+        # An engine may still be busy with the request that the earlier life had under way.
+        self._mark = f"-{round(1000 * clock()):x}" if isinstance(command, ContinueRollout) else ""
 
     # ── what an environment calls ──
 
@@ -279,21 +244,21 @@ class ModelCalls(Calls):
         else:
             self.recorder.prompt(plan.ids, plan.roles)
         stops = self.stop_strings(stop)
-        call = _Call(mix(self._noise_seed, len(self.recorder.turns)), stops, tell)
+        chain = Chain(mix(self._noise_seed, len(self.recorder.turns)), stops, tell)
         try:
             allowed, cut = self._allowance(max_tokens, self.recorder.context_tokens)
-            call.asked = self._asked(allowed, stops)
+            chain.asked = self._asked(allowed, stops)
             while True:
                 try:
-                    finish = await self._segment(call, allowed)
+                    finish = await self._segment(chain, allowed)
                 except EngineUnavailable as error:
-                    await self._before_next(call, error)
+                    await self._before_next(chain, error)
                     continue
                 if finish != "abort" or self.stop is not None or self.limit is not None or self._hung_up:
                     break
         except BaseException:
             if self.recorder.call_tokens:
-                self._record(plan, call, "abort")
+                self._record(plan, chain, "abort")
             else:
                 self.recorder.roll_back()
             raise
@@ -301,7 +266,7 @@ class ModelCalls(Calls):
             self.recorder.roll_back()
         else:
             self.cut = cut if finish == "length" else None
-            self._record(plan, call, finish)
+            self._record(plan, chain, finish)
         if self.stop is not None:
             raise asyncio.CancelledError
         if self.limit is not None:
@@ -309,54 +274,31 @@ class ModelCalls(Calls):
         assert self.last is not None
         return self.last
 
-    async def _before_next(self, call: _Call, error: EngineUnavailable) -> None:
+    async def _before_next(self, chain: Chain, error: EngineUnavailable) -> None:
         """Its engine could not carry out a request: the chain goes on from the tokens it has, wherever the gate says.
 
         ModelCallFailed when that has gone on for too long, or the rollout is being stopped anyway.
         """
         wait_s = (
-            call.patience.after(error, self._clock()) if self.stop is None and self.limit is None else None
+            chain.patience.after(error, self._clock()) if self.stop is None and self.limit is None else None
         )
         if wait_s is None:
             self.engine_error = str(error)
             raise ModelCallFailed(self.engine_error) from error
         if wait_s:
-            await self._sit_out(call, wait_s)
+            await self._sit_out(chain, wait_s)
 
-    async def _sit_out(self, call: _Call, seconds: float) -> None:
-        """Wait; the rollout may be stopped meanwhile, as it may at the gate."""
-        began, loop = self._clock(), asyncio.get_running_loop()
-        over: asyncio.Future[None] = loop.create_future()
-
-        def is_over() -> None:
-            if not over.done():
-                over.set_result(None)
-
-        timer = loop.call_later(seconds, is_over)
-        self.where, self.pending = "gate", over
-        try:
-            await over
-        except asyncio.CancelledError:
-            if self.stop is None and self.limit is not None:
-                raise RolloutTruncated(self.limit, f"the rollout has used up its {self.limit_text}") from None
-            raise
-        finally:
-            timer.cancel()
-            self.where, self.pending = "env", None
-            self.gate_s += self._clock() - began
-            call.queued_s += self._clock() - began
-
-    async def _segment(self, call: _Call, allowed: int) -> Finish:
+    async def _segment(self, chain: Chain, allowed: int) -> Finish:
         """One engine request. Returns how it ended; `abort` also where the chain has to go on for another reason."""
         recorder = self.recorder
-        if self._record_left is not None and (recorded := await self._recorded(self._record_left, call)):
+        if self._keeping.left is not None and (recorded := await self._recorded(chain)):
             return recorded.finish
         before = recorder.call_tokens
         left = allowed - before
-        stop = call.stop
+        stop = chain.stop
         # A stop string that began before the boundary is unknown to the engine: it sees this request's tokens only.
         # So the chain goes on token by token until the string is complete or ruled out.
-        in_stop = bool(stop) and call.segments > 0 and _may_be_in_stop(self._tail(stop), stop)
+        in_stop = bool(stop) and chain.segments > 0 and may_be_in(self._tail(stop), stop)
         asked = self._clock()
         answer = self._gate.request(TurnRequested(self._rollout, recorder.context_tokens, left))
         if not isinstance(answer, GrantTurn):
@@ -370,20 +312,20 @@ class ModelCalls(Calls):
             return "abort"
         sent = self._clock()
         self.gate_s += sent - asked
-        call.queued_s += sent - asked
-        call.engine = grant.engine
-        call.ended = 0.0
-        if not call.segments:
-            call.started = sent
-        seed = call.seed
-        if call.segments and not self._noise_by_position:
+        chain.queued_s += sent - asked
+        chain.engine = grant.engine
+        chain.ended = 0.0
+        if not chain.segments:
+            chain.started = sent
+        seed = chain.seed
+        if chain.segments and not self._noise_by_position:
             seed = mix(
                 seed, recorder.call_tokens
             )  # such an engine would repeat the noise of the turn's beginning
         sampling = self._sampling
         most = 1 if in_stop else left if grant.max_tokens is None else min(left, grant.max_tokens)
         request = GenerateRequest(
-            f"{self._name}.t{len(recorder.turns)}.s{call.segments}{self._mark}",
+            f"{self._name}.t{len(recorder.turns)}.s{chain.segments}{self._mark}",
             recorder.context,
             SamplingParams(
                 most,
@@ -396,32 +338,37 @@ class ModelCalls(Calls):
             ),
             self._session,
             f"v{grant.version}",
-            None if call.tell is None else call.hear,
+            None if chain.tell is None else chain.hear,
         )
-        call.segments += 1
-        call.heard = 0
+        chain.segments += 1
+        chain.heard = 0
         model_s = self.model_s
         reply = await self._generate(grant, request)
         recorder.segment(reply.token_ids, reply.logprobs, reply.versions, reply.cached_tokens)
-        call.hear_whole(reply.token_ids)
+        chain.hear_whole(reply.token_ids)
         finish = reply.finish
         if finish == "length":
             if in_stop and any(string in self._tail(stop) for string in stop):
                 finish = "stop"
             elif most < left:
                 finish = "abort"
-        call.patience.served()
+        chain.patience.served()
         if len(reply.token_ids):
-            call.empty = 0
-            if self._keep is not None:
-                self._keep(
-                    self._part(call, reply, finish, before, sent - asked, sent, self.model_s - model_s)
-                )
-                self._sampled_crc = sampled_crc(reply.token_ids, self._sampled_crc)
-            self._requests += 1
+            chain.empty = 0
+            self._keeping.add(
+                chain,
+                recorder,
+                reply,
+                finish,
+                before,
+                sent - asked,
+                sent,
+                self._clock(),
+                self.model_s - model_s,
+            )
         elif finish == "abort":
-            call.empty += 1
-            if call.empty == EMPTY_ABORTS:
+            chain.empty += 1
+            if chain.empty == EMPTY_ABORTS:
                 self.engine_error = (
                     f"engine {grant.engine} aborted {EMPTY_ABORTS} requests in a row without a token"
                 )
@@ -434,88 +381,42 @@ class ModelCalls(Calls):
         sampling = self._sampling
         return Asked(allowed, sampling.temperature, sampling.top_p, sampling.top_k, stops)
 
-    def _part(
-        self,
-        call: _Call,
-        reply: GenerateReply,
-        finish: Finish,
-        before: int,
-        queued_s: float,
-        started: float,
-        model_s: float,
-    ) -> Part:
-        recorder = self.recorder
-        return Part(
-            self._rollout,
-            self._requests,
-            len(recorder.turns),
-            before,
-            recorder.goes_on_from,
-            NO_IDS if before else recorder.prompt_ids,
-            reply.token_ids,
-            reply.logprobs,
-            reply.versions,
-            finish,
-            call.asked,
-            call.engine,
-            reply.cached_tokens,
-            queued_s,
-            started,
-            self._clock(),
-            model_s,
-            self._sampled_crc,
-        )
-
-    async def _recorded(self, record: Record, call: _Call) -> Part | None:
-        """The next request, as an earlier life has recorded it; None where the record ends."""
+    async def _recorded(self, chain: Chain) -> Part | None:
+        """One request answered from the record; None where that ends."""
         await asyncio.sleep(0)  # a long record must not hold up the loop
-        recorder = self.recorder
-        part = record.next(
-            len(recorder.turns),
-            recorder.call_tokens,
-            recorder.goes_on_from,
-            recorder.prompt_ids,
-            call.asked,
-        )
+        part = self._keeping.next(self.recorder, chain.asked)
         if part is None:
-            self.end_record()
             return None
-        recorder.segment(part.sampled_ids, part.logprobs, part.versions, part.cached_tokens)
-        self._sampled_crc = sampled_crc(part.sampled_ids, self._sampled_crc)
-        call.hear_whole(part.sampled_ids)
-        if not call.segments:
-            call.started = part.started
-        call.segments += 1
-        call.engine = part.engine
-        call.queued_s += part.queued_s
-        call.ended = part.ended
+        self.recorder.segment(part.sampled_ids, part.logprobs, part.versions, part.cached_tokens)
+        chain.hear_whole(part.sampled_ids)
+        if not chain.segments:
+            chain.started = part.started
+        chain.segments += 1
+        chain.engine = part.engine
+        chain.queued_s += part.queued_s
+        chain.ended = part.ended
         self.gate_s += part.queued_s
         self.model_s += part.model_s
         return part
 
     def end_record(self) -> None:
-        """The rollout goes on, or ends, from here: tell it, if it has a record before it."""
-        record, self._record_left = self._record_left, None
-        if record is not None:
-            is_mid_turn = self.recorder.call_tokens > 0
-            turns = len(self.recorder.turns) + is_mid_turn
-            self._on_record_end(record.end(is_mid_turn=is_mid_turn, turns=turns), record.strayed)
+        self._keeping.end(self.recorder)
 
-    def _record(self, plan: Plan | None, call: _Call, finish: Finish) -> None:
+    def _record(self, plan: Plan | None, chain: Chain, finish: Finish) -> None:
         turn = self.recorder.commit(
             finish,
-            engine=call.engine,
-            queued_s=call.queued_s,
-            started=call.started,
-            ended=call.ended or self._clock(),
-            segments=call.segments,
+            engine=chain.engine,
+            queued_s=chain.queued_s,
+            started=chain.started,
+            ended=chain.ended or self._clock(),
+            segments=chain.segments,
         )
         ids = turn.sampled_ids
         last = int(ids[-1]) if len(ids) else None
         end = last if last in self._stop_ids else None
         text = shown = self._bridge.tokenizer.decode(ids if end is None else ids[:-1])
-        if end is None and finish == "stop" and call.stop:
-            shown = text[: first_mark(text, call.stop)]
+        if end is None and finish == "stop" and chain.stop:
+            shown = text[: first_mark(text, chain.stop)]
         self.last = Reply(shown, finish, ids, turn.logprobs)
         if plan is not None:
             node = self._conversation.commit(plan, ids, end, text, shown)
@@ -530,192 +431,7 @@ class ModelCalls(Calls):
         context = self.recorder.context
         return self._bridge.tokenizer.decode(context[len(context) - tokens :], keep_special=True)
 
-    # ── the gate and the engine ──
-
-    def park(self) -> None:
-        """The core wants its engine's place back. What has not been granted yet is held at the gate anyway."""
-        if self.pending is not None and self.pending.done():
-            self._parked = True
-
-    async def _wait(self, future: asyncio.Future[GrantTurn]) -> None:
-        self.where, self.pending = "gate", future
-        if self.stop is not None:
-            future.cancel()  # its own request brought that about: whoever cancelled found no wait to end
-        try:
-            await future
-        except asyncio.CancelledError:
-            if not future.cancelled():
-                self._return(future.result())  # granted in the very moment
-            elif self.stop is None and self.limit is None:
-                # Its request stays with the core; a second one would be a second call at the same time.
-                self._poison = (
-                    "the environment gave up a model call that was waiting at the turn gate, and makes another: "
-                    "leave timing out to limits.deadline_s"
-                )
-            if self.stop is None and self.limit is not None:
-                raise RolloutTruncated(self.limit, f"the rollout has used up its {self.limit_text}") from None
-            raise
-        finally:
-            self.where, self.pending = "env", None
-
-    def _accepted(self, grant: GrantTurn) -> GrantTurn:
-        """The grant, unless the rollout was stopped in the same moment."""
-        if self.stop is not None:
-            self._return(grant)
-            raise asyncio.CancelledError
-        if self.limit is not None:
-            self._return(grant)
-            raise RolloutTruncated(self.limit, f"the rollout has used up its {self.limit_text}")
-        return grant
-
-    def _return(self, grant: GrantTurn) -> None:
-        """A grant that is not used is answered too."""
-        self._gate.report(SegmentEnded(self._rollout, grant.engine, (), "abort"))
-
-    async def _generate(self, grant: GrantTurn, request: GenerateRequest) -> GenerateReply:
-        began = self._clock()
-        engine = self._engines.get(grant.engine)
-        try:
-            if engine is None:
-                raise EngineError(f"engine {grant.engine!r} is gone")
-            self.where, self.engine, self.request_id = "engine", engine, request.request_id
-            reply = check_reply(await engine.generate(request), request.sampling.max_tokens)
-        except BaseException as error:
-            self.where, self.engine = (
-                "env",
-                None,
-            )  # before the report: what it brings about finds no call here
-            took = self._clock() - began
-            self.model_s += took
-            cancelled = not isinstance(error, Exception)
-            if cancelled and self.stop is None and self.limit is None:
-                # An environment's own time limit. Three of them in a row must not look like an engine that fails.
-                self._gate.report(
-                    SegmentEnded(self._rollout, grant.engine, (), "abort", 0, took, given_up=True)
-                )
-                raise
-            text = "cancelled while it ran" if cancelled else _told(error, grant.engine)
-            if isinstance(error, ImpossibleLogprobs):
-                self._impossible.refused(grant.engine, error)
-            busy = isinstance(error, EngineBusy)
-            outage = isinstance(error, EngineUnavailable) and not busy
-            self._gate.report(
-                SegmentEnded(
-                    self._rollout, grant.engine, (), "abort", 0, took, text, is_outage=outage, is_busy=busy
-                )
-            )
-            if cancelled or isinstance(error, EngineUnavailable):
-                raise
-            self.engine_error = text
-            raise ModelCallFailed(text) from error
-        finally:
-            self.where, self.engine = "env", None
-        self._impossible.sampled(grant.engine, len(reply.token_ids))
-        took = self._clock() - began
-        self.model_s += took
-        self._gate.report(
-            SegmentEnded(self._rollout, grant.engine, reply.versions, reply.finish, reply.cached_tokens, took)
-        )
-        return reply
-
-
-class _Call:
-    """What adds up over the segments of one turn."""
-
-    __slots__ = (
-        "asked",
-        "empty",
-        "ended",
-        "engine",
-        "heard",
-        "patience",
-        "queued_s",
-        "seed",
-        "segments",
-        "started",
-        "stop",
-        "tell",
-    )
-
-    def __init__(self, seed: int, stop: tuple[str, ...], tell: Tell | None) -> None:
-        self.tell = tell
-        self.heard = 0
-        """Tokens of the request under way that have been told."""
-        self.seed = seed
-        self.stop = stop
-        """Strings that end it."""
-        self.asked = _NOTHING_ASKED
-        self.engine: EngineId = ""
-        self.queued_s = 0.0
-        self.started = 0.0
-        self.ended = 0.0
-        """When its latest request ended, if that is from a record; 0 if it is not."""
-        self.segments = 0
-        self.empty = 0
-        self.patience = Patience()
-
-    def hear(self, ids: Sequence[int]) -> None:
-        """The engine of the request under way tells what it samples."""
-        assert self.tell is not None
-        self.heard += len(ids)
-        self.tell(ids)
-
-    def hear_whole(self, ids: Ids) -> None:
-        """The request has ended with these."""
-        if self.tell is not None and len(ids) > self.heard:
-            self.tell(ids[self.heard :].tolist())
-
-
-def check_reply(reply: GenerateReply, max_tokens: int) -> GenerateReply:
-    """The reply, if its tokens can be trained on. EngineError names the position and the value otherwise."""
-    ids, logprobs = reply.token_ids, reply.logprobs
-    count = len(ids)
-    if count != len(logprobs):
-        raise EngineError(
-            f"the engine returned {count} token ids and {len(logprobs)} logprobs; both are needed for each sampled "
-            "token (vLLM: return_token_ids and logprobs=0 or more)"
-        )
-    if count > max_tokens:
-        raise EngineError(f"the engine returned {count} tokens where at most {max_tokens} were asked for")
-    runs = reply.versions
-    if (runs[0][1] if len(runs) == 1 else sum([n for _, n in runs])) != count:
-        raise EngineError(f"the engine's versions {reply.versions} do not add up to its {count} tokens")
-    if not count:
-        return reply
-    kinds = ids.dtype, logprobs.dtype
-    if (kinds[0] is not _INT32 or kinds[1] is not _FLOAT32) and kinds != (_INT32, _FLOAT32):
-        raise EngineError(f"the engine client returned {ids.dtype} ids and {logprobs.dtype} logprobs")
-    # Written so that NaN fails: it makes both comparisons false.
-    if not (_least(logprobs) > LOWEST_LOGPROB and _greatest(logprobs) <= HIGHEST_LOGPROB):
-        bad = np.flatnonzero(~((logprobs > LOWEST_LOGPROB) & (logprobs <= HIGHEST_LOGPROB)))
-        at = int(bad[0])
-        raise ImpossibleLogprobs(
-            f"the engine returned {float(logprobs[at])} as the logprob of sampled token {at} (id {int(ids[at])}); "
-            "a sampled token has a finite logprob of at most 0",
-            bad=len(bad),
-            tokens=count,
-        )
-    return reply
-
-
-_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
-_least, _greatest = np.minimum.reduce, np.maximum.reduce
-
 
 def _max_context(limits: Limits, engine: Engine | None) -> int | None:
     said = [limits.max_context, engine.info.max_model_len if engine is not None else None]
     return min((n for n in said if n is not None), default=None)
-
-
-def _told(error: BaseException, engine: EngineId) -> str:
-    text = str(error)
-    if not isinstance(error, EngineError):
-        text = f"{type(error).__name__}: {text}"
-    return text if engine in text else f"engine {engine}: {text}"
-
-
-def _may_be_in_stop(tail: str, stop: tuple[str, ...]) -> bool:
-    """Whether `tail` ends with the beginning of a stop string, or with half a character."""
-    if tail.endswith("\ufffd"):
-        return True
-    return sure_of(tail, stop) < len(tail)

@@ -17,3 +17,10 @@ def sure_of(text: str, marks: Sequence[str]) -> int:
         longest = min(len(mark) - 1, len(text))
         held = max(held, next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0))
     return len(text) - held
+
+
+def may_be_in(tail: str, stop: tuple[str, ...]) -> bool:
+    """Whether `tail` ends with the beginning of a stop string, or with half a character."""
+    if tail.endswith("\ufffd"):
+        return True
+    return sure_of(tail, stop) < len(tail)
