@@ -30,6 +30,21 @@ async def test_whatever_is_raised_is_an_error_of_that_call_alone(
         offload.close()
 
 
+async def test_slices_go_on_behind_work_that_raises_although_it_should_not() -> None:
+    told: list[BaseException | None] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context.get("exception")))
+    slices, done = Slices(), asyncio.Event()
+
+    def raises() -> None:
+        raise ValueError("wrong")
+
+    slices.add(raises)
+    slices.add(done.set)
+    async with asyncio.timeout(10):
+        await done.wait()
+    assert [str(error) for error in told] == ["wrong"]
+
+
 def test_an_error_without_a_text_is_told_all_the_same() -> None:
     class Speechless(Exception):
         def __str__(self) -> str:

@@ -86,13 +86,15 @@ class Slices:
 
     def _slice(self, loop: asyncio.AbstractEventLoop) -> None:
         until = perf_counter() + self._slice_s
-        while self._work:
-            self._work.popleft()()
-            if perf_counter() > until:
-                break
-        self._scheduled = bool(self._work)
-        if self._scheduled:
-            loop.call_soon(self._slice, loop)
+        try:
+            while self._work:
+                self._work.popleft()()
+                if perf_counter() > until:
+                    break
+        finally:  # whatever one did that raises all the same, the others are done
+            self._scheduled = bool(self._work)
+            if self._scheduled:
+                loop.call_soon(self._slice, loop)
 
     def close(self) -> None:
         """Nothing to close."""
