@@ -11,10 +11,13 @@ from sim_kit import Kept, simulation
 
 from paceline.cli.main import main
 from paceline.core.admission import FixedCap
+from paceline.core.streams import key, uniform
+from paceline.domain.commands import StartRollout
 from paceline.errors import ConfigError
 from paceline.journal import FileJournal
 from paceline.sim.calibrate import Calibration, calibrate
 from paceline.sim.engine import Speed
+from paceline.sim.plan import RolloutPlan
 from paceline.sim.recorded_world import recorded_world
 from paceline.sim.requests import Record
 from paceline.sim.world import TrainerModel, WeightsModel
@@ -23,7 +26,13 @@ TRUTH = Speed(kv_tokens=400_000, max_model_len=40_000, kv_s=3e-7)
 
 
 def recorded(
-    preset: str = "search", *, speed: Speed = TRUTH, cap: int = 24, load_s: float = 2.0, steps: int = 3
+    preset: str = "search",
+    *,
+    speed: Speed = TRUTH,
+    cap: int = 24,
+    load_s: float = 2.0,
+    steps: int = 3,
+    batch: int = 64,
 ) -> list[Record]:
     kept = Kept()
     simulation(
@@ -33,7 +42,7 @@ def recorded(
         admission=FixedCap(cap),
         trainer=TrainerModel(step_s=5.0, tokens_per_s=20_000.0, ship_s=1.5, publish_s=0.5),
         weights=WeightsModel(load_s=load_s),
-        batch=64,
+        batch=batch,
         max_steps=steps,
         folds=[kept],
     ).run()
@@ -77,6 +86,77 @@ def test_what_a_request_costs_beside_its_tokens_is_told_from_them() -> None:
     assert abs(found.total_error) < 0.05
 
 
+class Answers:
+    """Answers to a prompt that shares nothing, of `answer` tokens on the mean; 150 tokens are observed between two."""
+
+    def __init__(self, prompt: int, answer: int, turns: int) -> None:
+        self.prompt, self.answer, self.turns = prompt, answer, turns
+        self.longest = prompt + turns * (2 * answer + 150)
+
+    def plan(self, command: StartRollout, now: float) -> RolloutPlan:
+        base = key(1, *command.rollout)
+        turns = [
+            (0.0, 150 if turn else 0, 1 + int(2 * self.answer * uniform(base, turn)))
+            for turn in range(self.turns)
+        ]
+        return RolloutPlan(prompt=self.prompt, turns=tuple(turns))
+
+
+@pytest.mark.parametrize("pads", [False, True])
+def test_loads_that_span_tell_steps_and_prompts_of_every_size(pads: bool) -> None:
+    """Few and many at a time, short and long prompts, short and long answers: `docs/simulator.md` names them. Answers wait for steps
+    that are under way and for prompts of others, which may not be taken for what a request or a token costs."""
+    small = Speed(
+        kv_tokens=40_000,
+        max_model_len=4000,
+        max_batched_tokens=512 if pads else 4000,
+        weights_s=0.0,
+        token_s=2e-4,
+        kv_s=2e-6,
+        pads=pads,
+        attention_s=1.5e-7,
+        overhead_s=8e-3,
+        seq_s=3e-4,
+        request_s=4e-3,
+    )
+    loads = [
+        (60, 150, 2),
+        (60, 30, 64),
+        (60, 200, 32),
+        (600, 30, 12),
+        (3000, 10, 1),
+        (2500, 150, 4),
+        (300, 40, 6),
+    ]
+    records: list[Record] = []
+    for prompt, answer, cap in loads:
+        kept = Kept()
+        simulation(
+            workload=Answers(prompt, answer, turns=6 if cap == 6 else 1),
+            engines=1,
+            speed=small,
+            admission=FixedCap(cap),
+            batch=10**6,
+            folds=[kept],
+        ).run(until=40.0)
+        records += kept.entries
+    found = calibrate(records, small.max_batched_tokens)
+    assert found.pads is pads
+    assert abs(found.total_error) < 0.05
+    assert found.fixed_s == pytest.approx(small.overhead_s, rel=0.1)
+    for batch, context in [(2, 150), (4, 2500), (32, 200), (64, 80)]:
+        truth = small.decode_s(batch) + batch * context * small.kv_s
+        assert step_s(found, batch, context) == pytest.approx(truth, rel=0.1)
+    for prompt in (60, 600, 2500):
+        assert _prompt_s(found.token_s, found.attention_s, found.request_s, prompt) == pytest.approx(
+            _prompt_s(small.token_s, small.attention_s, small.request_s, prompt), rel=0.2
+        )
+
+
+def _prompt_s(token_s: float, attention_s: float, request_s: float, tokens: int) -> float:
+    return tokens * (token_s + tokens / 2 * attention_s) + request_s
+
+
 def test_a_second_run_begins_anew() -> None:
     """Requests that the end of a run cut off are none of the next one's, whose rollouts have the same names."""
     whole = recorded()
@@ -95,10 +175,17 @@ def test_the_trainer_and_the_weights_of_a_run_are_told() -> None:
     assert found.weights.load_s == pytest.approx(3.0, rel=0.1)
 
 
+def test_runs_with_other_batches_tell_a_step_of_the_trainer_from_its_tokens() -> None:
+    found = recorded_world([*recorded(steps=4), *recorded(steps=4, batch=16)])
+    assert found.trainer.step_s == pytest.approx(5.0, rel=0.1)
+    assert found.trainer.tokens_per_s == pytest.approx(20_000.0, rel=0.1)
+    assert found.trainer.publish_s == pytest.approx(0.5)
+
+
 def test_a_journal_with_too_little_in_it_is_refused() -> None:
     with pytest.raises(ConfigError, match="holds 0 whole engine requests"):
         calibrate([])
-    with pytest.raises(ConfigError, match="holds 1 trained steps"):
+    with pytest.raises(ConfigError, match="holds 0 trained steps after the first"):
         recorded_world(recorded(steps=1))
 
 
@@ -118,6 +205,8 @@ def test_the_command_line_prints_the_engine_and_the_rest_of_a_study(
     assert "a sequence in it" in said
     assert "tokens_per_s = " in said
     assert main(["calibrate", str(tmp_path / "short")]) == 0
-    assert "to tell what one costs takes 4" in capsys.readouterr().out
+    assert "to tell what one costs takes 3" in capsys.readouterr().out
+    assert main(["calibrate", "--max-batched-tokens", "0", str(tmp_path / "short")]) != 0
+    assert "a step holds at least one token" in capsys.readouterr().err
     assert main(["calibrate", str(tmp_path / "nowhere")]) != 0
     assert "no run at" in capsys.readouterr().err

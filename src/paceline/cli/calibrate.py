@@ -1,6 +1,6 @@
 """`paceline calibrate`: the constants of the engine model, fitted to recorded runs, and what surrounded the engines.
 
-paceline calibrate RUN [RUN ...]
+paceline calibrate [--max-batched-tokens N] RUN [RUN ...]
 """
 
 from __future__ import annotations
@@ -23,6 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         help="directory of a finished or live run; several, with the same engines under other loads, tell more than one",
     )
+    parser.add_argument(
+        "--max-batched-tokens",
+        type=int,
+        default=8192,
+        help="most tokens of one step of the engines: a longer prompt took several (default: %(default)s)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -30,9 +36,11 @@ def run(args: argparse.Namespace) -> int:
     for each in runs:
         if not each.is_dir():
             raise ConfigError(f"no run at {str(each)!r}: give the directory of a run")
-    _show_engines(calibrate(_records(runs)))
+    if args.max_batched_tokens < 1:
+        raise ConfigError(f"--max-batched-tokens {args.max_batched_tokens}: a step holds at least one token")
+    _show_engines(calibrate(_records(runs), args.max_batched_tokens))
     try:
-        world = recorded_world(_records(runs[:1]))
+        world = recorded_world(_records(runs))
     except ConfigError as error:
         print(f"\nthe trainer: {error}")
     else:
@@ -55,8 +63,8 @@ def _show_engines(found: Calibration) -> None:
     print(f"  a token before it  {1e9 * found.attention_s:>10.3f} ns")
     print(f"a request            {1e3 * found.request_s:>10.3f} ms   to take it in and answer it")
     print(
-        f"error                {found.error:>10.1%}      of a request's seconds, {found.total_error:+.1%} of all, on the "
-        f"half of {found.requests} requests that it was not fitted to"
+        f"error                {found.total_error:>+10.1%}      of the half of the seconds that it was not fitted to; "
+        f"{found.error:.1%} of those of one of {found.requests} requests"
     )
 
 

@@ -1,17 +1,17 @@
 """Fits an engine's step to recorded runs: what it costs by itself, by sequence, by token computed, by token of context, and
 what a request costs on top.
 
-    seconds of a request = steps · fixed + sequences · sequence + context · read
+    seconds of an engine = steps · fixed + sequences · sequence + context · read
                            + prefilled · (token + context before it · attention) + came · request
 
-summed over the steps that it was there for (`sim/requests.py`). Where every sequence of a step costs as much as the longest,
-`context` is that (`Speed.pads`): both are fitted, and the one that tells more is taken. By least squares of the relative error
-with no constant below nought, to half of the requests; the error is that of the others. With what the engines said of
-themselves that makes a modelled engine (`recorded_engines`), on which other workloads and policies can be tried before they are
-run.
+in each of many sums over its time (`sim/requests.py`). Where every sequence of a step costs as much as the longest, `context` is
+that (`Speed.pads`): both are fitted, and the one that tells more is taken. By least squares of the relative error with no
+constant below nought, to every other sum; the error is that of the rest. A second counts as much as another, however many requests
+ran in it. With what the engines said of themselves that makes a modelled engine (`recorded_engines`), on which other workloads
+and policies can be tried before they are run.
 
 Loads that differ tell more than one: where the same number of requests always runs, what a step costs by itself cannot be told
-from what a sequence does.
+from what a sequence does. `docs/simulator.md` names a set of loads that tell all of it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,16 @@ from paceline.domain.load import EngineInfo
 from paceline.errors import ConfigError
 from paceline.sim.engine.speed import Speed
 from paceline.sim.fit import non_negative
-from paceline.sim.requests import Record, Request, requests_of
+from paceline.sim.requests import EngineTime, Record, Stretch, engine_time
 
 LEAST = 40
 """Requests below which nothing can be fitted."""
+_GENERATIONS, _GROUPS = 2.0, 24
+"""How many times all requests under way are answered, in a sum that is fitted; how many sums there are at least."""
 _SPARE = (4, 5)
 """Columns of `_rows` that are left out where the others tell as much: attention, then requests."""
+_TOLD = 0.12
+"""Share of a column that no mixture of the others makes, above which loads tell what it costs."""
 _NO_WORSE = 1.02
 """By how much they may be off more without."""
 
@@ -56,9 +60,9 @@ class Calibration(msgspec.Struct, frozen=True):
     """Taking a request in and answering it, while nothing is computed."""
     requests: int
     error: float
-    """Mean relative error of a held-out request's seconds."""
+    """Mean relative error of a request's seconds."""
     total_error: float
-    """Relative error of the held-out requests' seconds in all: what goodput is off by."""
+    """Relative error of all the seconds that were not fitted to: what goodput is off by."""
 
     def speed(
         self, *, kv_tokens: int, max_model_len: int, max_num_seqs: int = 256, max_batched_tokens: int = 8192
@@ -92,34 +96,35 @@ class RecordedEngines(msgspec.Struct, frozen=True):
     max_model_len: int | None
 
 
-def recorded_engines(records: Iterable[Record]) -> RecordedEngines:
-    """What engines a run had. ConfigError when the journal holds too few requests to tell what they cost."""
+def recorded_engines(records: Iterable[Record], max_batched_tokens: int = 8192) -> RecordedEngines:
+    """What engines a run had; see `calibrate`. ConfigError when the journal holds too few requests to tell what they cost."""
     kept = list(records)
     infos: dict[EngineId, EngineInfo] = {}
     for _, event, _ in kept:
         if isinstance(event, on.EngineJoined):
             infos.setdefault(event.info.id, event.info)
-    found = calibrate(kept)
+    found = calibrate(kept, max_batched_tokens)
     first = next(iter(infos.values()))
     return RecordedEngines(found, len(infos), first.kv_tokens, first.max_model_len)
 
 
-def calibrate(records: Iterable[Record]) -> Calibration:
-    """Of all engines together, of one run or of several, one after the other. ConfigError when they hold too few
-    requests."""
-    requests = requests_of(records)
-    if len(requests) < LEAST:
+def calibrate(records: Iterable[Record], max_batched_tokens: int = 8192) -> Calibration:
+    """Of all engines together, of one run or of several, one after the other. `max_batched_tokens`: most tokens of one of their
+    steps. ConfigError when they hold too few requests."""
+    seen = engine_time(records, max_batched_tokens)
+    if len(seen.requests) < LEAST:
         raise ConfigError(
-            f"the journal holds {len(requests)} whole engine requests, and a fit takes {LEAST}: let the run go on"
+            f"the journal holds {len(seen.requests)} whole engine requests, and a fit takes {LEAST}: let the run go on"
         )
-    return min((_fitted(requests, pads) for pads in (False, True)), key=lambda found: found.error)
+    return min((_fitted(seen, pads) for pads in (False, True)), key=lambda found: found.error)
 
 
-def _fitted(requests: Sequence[Request], pads: bool) -> Calibration:
-    design, took = _rows(requests, pads), np.array([request.seconds for request in requests])
+def _fitted(seen: EngineTime, pads: bool) -> Calibration:
+    design, took = _summed(seen.stretches, pads)
     even = np.arange(len(took)) % 2 == 0
     found = _constants(design[even], took[even])
-    told, real = design[~even] @ found, took[~even]
+    rows, seconds = _rows(seen.requests, pads)
+    told = design[~even] @ found
     fixed_s, above_s, context_s, token_s, attention_s, request_s = map(float, found)
     return Calibration(
         fixed_s,
@@ -129,42 +134,63 @@ def _fitted(requests: Sequence[Request], pads: bool) -> Calibration:
         token_s,
         attention_s,
         request_s,
-        requests=len(took),
-        error=float(np.mean(np.abs(told / real - 1))),
-        total_error=float(told.sum() / real.sum() - 1),
+        requests=len(seconds),
+        error=float(np.mean(np.abs(rows @ found / seconds - 1))),
+        total_error=float(told.sum() / took[~even].sum() - 1),
     )
+
+
+def _summed(stretches: Sequence[Stretch], pads: bool) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Rows and seconds in sums over stretches that follow each other. What was computed in a short one is uncertain, above all
+    whose prefill, and a fit to uncertain rows makes cheap what is uncertain in them; in a sum it evens out."""
+    design, took = _rows(stretches, pads)
+    answered = np.cumsum([each.steps / max(each.sequences, 1e-9) for each in stretches])
+    group = np.floor(answered / min(_GENERATIONS, answered[-1] / _GROUPS))
+    firsts = np.flatnonzero(np.diff(group, prepend=-1))
+    return np.add.reduceat(design, firsts), np.add.reduceat(took, firsts)
 
 
 def _constants(design: NDArray[np.float64], took: NDArray[np.float64]) -> NDArray[np.float64]:
     """What is spare only where it is needed. Where all prompts are alike, attention, tokens and requests cannot be told from
     each other, and a cost of attention found there would be far too much for longer prompts."""
-    found = non_negative(design, took)
+    found = non_negative(design, took, weight=took)
+    scaled = design / np.sqrt(took)[:, None]
     for spare in _SPARE:
+        if _of_its_own(scaled, spare) > _TOLD:
+            continue
         less = design.copy()
         less[:, spare] = 0.0
-        without = non_negative(less, took)
+        without = non_negative(less, took, weight=took)
         if _spread(less @ without, took) <= _NO_WORSE * _spread(design @ found, took):
             design, found = less, without
     return found
 
 
+def _of_its_own(rows: NDArray[np.float64], column: int) -> float:
+    """Share of a column of float64[N, C] that no mixture of the others makes, 0 to 1."""
+    one = rows[:, column]
+    others = np.delete(rows, column, axis=1)
+    others /= np.maximum(np.abs(others).max(axis=0), 1e-300)
+    mixture, *_ = np.linalg.lstsq(others, one, rcond=None)
+    return float(np.linalg.norm(one - others @ mixture)) / max(1e-300, float(np.linalg.norm(one)))
+
+
 def _spread(told: NDArray[np.float64], took: NDArray[np.float64]) -> float:
-    return float(np.sqrt(np.mean((told / took - 1) ** 2)))
+    return float(np.sqrt(np.average((told / took - 1) ** 2, weights=took)))
 
 
-def _rows(requests: Sequence[Request], pads: bool) -> NDArray[np.float64]:
-    """float64[N, 6]: what each request met, by what one of it costs. Each sequence of a step has a token computed, so its
-    cost is counted above that."""
-    return np.array(
-        [
-            (
-                r.steps,
-                r.sequences,
-                r.padded if pads else r.context,
-                r.sequences + r.prefilled,
-                r.attended,
-                r.came,
-            )
-            for r in requests
-        ]
-    )
+def _rows(stretches: Sequence[Stretch], pads: bool) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """float64[N, 6], what was done in each, by what one of it costs; float64[N], its seconds. Each sequence of a step has a token
+    computed, so its cost is counted above that."""
+    rows = [
+        (
+            each.steps,
+            each.sequences,
+            each.padded if pads else each.context,
+            each.sequences + each.prefilled,
+            each.attended,
+            each.came,
+        )
+        for each in stretches
+    ]
+    return np.array(rows), np.array([each.seconds for each in stretches])

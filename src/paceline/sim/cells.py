@@ -100,7 +100,9 @@ def build(
     chosen = admission or admission_of(config, {})
     recorded = None
     if study.engines.recorded is not None:
-        recorded = recorded_engines(_records(study.engines.recorded, journals))
+        recorded = recorded_engines(
+            _records(study.engines.recorded, journals), study.engines.max_batched_tokens
+        )
     return Simulation(
         Core(setup, chosen, scheduling_of(config)),
         engines_of(study, policy, longest_context(workloads), recorded),

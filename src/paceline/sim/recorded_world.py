@@ -1,9 +1,10 @@
-"""Trainer and weights of a recorded run, as models of what surrounds the core.
+"""Trainer and weights of recorded runs, as models of what surrounds the core.
 
     seconds of a step = step_s + tokens of its batch / tokens_per_s
 
 from when the trainer could begin it (the batch is shipped, the step before is done) until it says that it is done; fitted by
-least squares of the relative error. All else is a mean.
+least squares of the relative error. All else is a mean. Runs whose batches differ tell a step from its tokens; the batches of one
+run are mostly as large as each other.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from paceline.sim.fit import non_negative
 from paceline.sim.requests import Record
 from paceline.sim.world import TrainerModel, WeightsModel
 
-LEAST = 4
-"""Steps below which nothing is said of a trainer; its first, in which it warms up, is not counted."""
+LEAST = 3
+"""Steps below which nothing is said of a trainer; the first of a run, in which it warms up, is not counted."""
 
 
 class RecordedWorld(msgspec.Struct, frozen=True):
-    """What surrounded the core of a run, but for engines and environments."""
+    """What surrounded the core of runs, but for engines and environments."""
 
     trainer: TrainerModel
     weights: WeightsModel
@@ -36,16 +37,16 @@ class RecordedWorld(msgspec.Struct, frozen=True):
 
 
 def recorded_world(records: Iterable[Record]) -> RecordedWorld:
-    """Of one run. ConfigError when it took too few steps to tell."""
+    """Of one run or of several, one after the other. ConfigError when they took too few steps to tell."""
     seen = _Seen()
     for at, event, commands in records:
         seen.apply(at, event, commands)
     if len(seen.steps) < LEAST:
         raise ConfigError(
-            f"the journal holds {len(seen.steps)} trained steps, and to tell what one costs takes {LEAST}: let the run "
-            "go on"
+            f"the journal holds {len(seen.steps)} trained steps after the first, and to tell what one costs takes {LEAST}: "
+            "let the run go on"
         )
-    tokens, seconds = map(np.array, zip(*seen.steps[1:], strict=True))
+    tokens, seconds = map(np.array, zip(*seen.steps, strict=True))
     step_s, token_s = non_negative(np.stack([np.ones(len(tokens)), tokens], axis=1), seconds)
     return RecordedWorld(
         TrainerModel(
@@ -59,11 +60,13 @@ def recorded_world(records: Iterable[Record]) -> RecordedWorld:
 
 
 class _Seen:
-    """The steps of a run."""
+    """The steps of runs."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[int, float]] = []
         """Tokens of a batch, and seconds that it took to train."""
+        self._is_warm = False
+        """Whether the trainer of the run at hand has taken its first step."""
         self.ships: list[float] = []
         self.publishes: list[float] = []
         self.loads: list[float] = []
@@ -74,16 +77,18 @@ class _Seen:
         """When the last step was."""
 
     def apply(self, at: float, event: Event, commands: Sequence[Command]) -> None:
-        if isinstance(event, on.BatchShipped):
+        if isinstance(event, on.RunOpened):
+            self._batches, self._shipped, self._done, self._is_warm = {}, {}, 0.0, False
+        elif isinstance(event, on.BatchShipped):
             self._shipped[event.step] = at
             self.ships.append(event.pack_s + event.send_s)
         elif isinstance(event, on.StepTrained):
             # A fast trainer's word may overtake that its batch was shipped.
             began = max(self._done, self._shipped.pop(event.step, at))
-            if event.step in self._batches and at > began:
+            if self._is_warm and event.step in self._batches and at > began:
                 self.steps.append((self._batches[event.step], at - began))
-            self._done = at
-        elif isinstance(event, on.PolicyPublished):
+            self._done, self._is_warm = at, True
+        elif isinstance(event, on.PolicyPublished) and self._is_warm:
             self.publishes.append(at - self._done)
         elif isinstance(event, on.WeightsLoaded) and event.error is None:
             self.loads.append(event.seconds)

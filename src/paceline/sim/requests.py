@@ -2,13 +2,19 @@
 
 All requests of an engine share its steps, so what one took depends on all that ran beside it. Between two moments at which a
 request comes or ends, who runs is known, and each context is taken to grow evenly. A stretch counts by the steps that were
-made in it: as many as its requests sampled tokens a second, each on its own mean. Time in which the engine takes new weights
-is no time of a request.
+made in it: as many as its requests saw in a second, each on its own mean. Time in which the engine takes new weights is no time of a
+request.
+
+A request that comes in the middle of a step waits for its end. That is nearly a whole step where an answer has just gone out, since the
+next step is under way by then, half of one where it comes at any moment, and none on an engine that was idle. Short answers see
+a twentieth more steps so than they sample tokens, and long ones hardly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from math import inf
+from statistics import fmean
 from typing import TypeAlias
 
 import msgspec
@@ -23,25 +29,37 @@ Record: TypeAlias = tuple[float, Event, Sequence[Command]]
 """When, what happened, and what was decided: as journals have it."""
 
 
-class Request(msgspec.Struct, frozen=True):
-    """One that ended by itself, and what its engine did while it was there."""
+class Stretch(msgspec.Struct, frozen=True):
+    """What an engine did in some of its time."""
 
     seconds: float
-    """It was there, without those in which the engine took weights."""
-    steps: int
-    """Tokens that it sampled, one in each."""
+    """In which it computed: without those in which nothing ran, or it took weights."""
+    steps: float
     sequences: float
     """That were in these steps, in all."""
     context: float
     """Tokens of their contexts, in all."""
     padded: float
     """What these were if all were as long as the longest of their step."""
-    prefilled: int
-    """Prompt tokens that were not cached, of all requests that came meanwhile, its own included."""
+    prefilled: float
+    """Prompt tokens that were not cached, of all requests that entered meanwhile."""
     attended: float
     """Tokens of context before each of them, in all."""
-    came: int
-    """Requests that came meanwhile, itself included."""
+    came: float
+    """Requests that entered meanwhile."""
+
+    def __sub__(self, other: Stretch) -> Stretch:
+        """What came after `other`, which begins with this one."""
+        return Stretch(*(a - b for a, b in zip(*map(msgspec.structs.astuple, (self, other)), strict=True)))
+
+
+class EngineTime(msgspec.Struct, frozen=True):
+    """What was recorded of engines."""
+
+    requests: list[Stretch]
+    """While each request was there that ended by itself; those of one time share it."""
+    stretches: list[Stretch]
+    """From the end of one of them to that of the next, on the same engine: all of its time, and nothing twice."""
 
 
 class _Call:
@@ -57,7 +75,13 @@ class _Call:
         self.is_whole = False
         """Whether it ended by itself."""
         self.rate = 0.0
-        """Tokens a second, on the mean."""
+        """Tokens a second in which its engine worked, on the mean."""
+        self.waited = 0.0
+        """Steps before that which sampled its first token."""
+
+    @property
+    def steps(self) -> float:
+        return self.sampled + self.waited
 
 
 class _Life:
@@ -70,26 +94,17 @@ class _Life:
         """When it began to take weights, and when it was ready again."""
 
 
-class _Sums(msgspec.Struct):
-    """Over the time of one engine."""
-
-    seconds: float = 0.0
-    steps: float = 0.0
-    sequences: float = 0.0
-    context: float = 0.0
-    padded: float = 0.0
-    came: int = 0
-    prefilled: int = 0
-    attended: float = 0.0
-
-
-def requests_of(records: Iterable[Record]) -> list[Request]:
-    """Of one run or of several, one after the other: those that ended by themselves, on engines that did not fail."""
+def engine_time(records: Iterable[Record], max_batched_tokens: int = 8192) -> EngineTime:
+    """Of all engines of one run or of several, one after the other. `max_batched_tokens`: most tokens of one of their steps; a
+    longer prompt takes several."""
     seen = _Seen()
     for at, event, commands in records:
         seen.apply(at, event, commands)
     seen.end()
-    return [request for life in seen.lives for request in _met(life)]
+    found = EngineTime([], [])
+    for life in seen.lives:
+        _add(life, found, max_batched_tokens)
+    return found
 
 
 class _Seen:
@@ -130,8 +145,6 @@ class _Seen:
         call.is_whole = event.error is None and call.sampled > 0
         if call.is_whole:
             call.missed = max(0, call.context - event.cached_tokens)
-        if at > call.came:
-            call.rate = call.sampled / (at - call.came)
 
     def _engine(self, name: EngineId) -> _Life:
         life = self._engines.get(name)
@@ -147,66 +160,121 @@ class _Seen:
         self._engines, self._asked, self._open, self._last = {}, {}, {}, 0.0
 
 
-def _met(life: _Life) -> list[Request]:
-    """Its whole requests, in the order in which they ended."""
-    # What ends comes before what comes, and a change of weights before both.
-    moments: list[tuple[float, int, _Call | None, bool]] = [
-        (at, 0, None, works) for at, works in life.changes
-    ]
-    for each in life.calls:
-        if each.ended is not None and each.ended > each.came:
-            moments += [(each.ended, 1, each, False), (each.came, 2, each, True)]
+_ENDS, _COMES, _ENTERS = 0, 1, 2
+"""In the order in which they happen at one moment."""
+_Moment: TypeAlias = tuple[float, int, _Call]
+"""When, in seconds that the engine has worked; what; of which call."""
+
+
+def _add(life: _Life, found: EngineTime, max_batched_tokens: int) -> None:
+    moments = _moments(life)
+    moments += _entries(moments, max_batched_tokens)
     moments.sort(key=lambda moment: moment[:2])
-    found: list[Request] = []
-    began: dict[_Call, _Sums] = {}
-    sums, works, before = _Sums(), True, 0.0
-    for at, _, call, begins in moments:
-        if works and began and at > before:
-            _go_on(sums, began, before, at)
+    began: dict[_Call, Stretch] = {}
+    sums, before = _Sums(), 0.0
+    last = sums.so_far()
+    for at, what, call in moments:
+        if began and at > before:
+            sums.go_on(began, before, at)
         before = at
-        if call is None:
-            works = begins
-        elif begins:
-            began[call] = msgspec.structs.replace(sums)
-            sums.came += 1
-            sums.prefilled += call.missed
-            sums.attended += call.missed * (call.context - call.missed / 2)
+        if what == _COMES:
+            began[call] = sums.so_far()
+        elif what == _ENTERS:
+            sums.enters(call)
         else:
-            since = began.pop(call, None)
-            if since is not None and call.is_whole and works and sums.seconds > since.seconds:
-                found.append(_request(call, since, sums))
-    return found
+            since, now = began.pop(call), sums.so_far()
+            if call.is_whole and now.seconds > since.seconds:
+                found.requests.append(now - since)
+                found.stretches.append(now - last)
+                last = now
 
 
-def _go_on(sums: _Sums, running: Iterable[_Call], since: float, until: float) -> None:
-    """Add a stretch in which these run."""
-    seconds, middle = until - since, (since + until) / 2
-    sequences, told, rates, context, longest = 0, 0, 0.0, 0.0, 0.0
-    for call in running:
-        sequences += 1
-        if call.rate:
-            told += 1
-            rates += call.rate
-        now = call.context + call.rate * (middle - call.came)
-        context += now
-        longest = max(longest, now)
-    steps = rates / told * seconds if told else 0.0
-    sums.seconds += seconds
-    sums.steps += steps
-    sums.sequences += steps * sequences
-    sums.context += steps * context
-    sums.padded += steps * sequences * longest
+def _moments(life: _Life) -> list[_Moment]:
+    """At which a call comes or ends."""
+    # A change of weights comes before both.
+    seen: list[tuple[float, int, _Call | None, bool]] = [(at, -1, None, works) for at, works in life.changes]
+    for call in life.calls:
+        if call.ended is not None and call.ended > call.came:
+            seen += [(call.ended, _ENDS, call, False), (call.came, _COMES, call, False)]
+    seen.sort(key=lambda moment: moment[:2])
+    moments: list[_Moment] = []
+    worked, works, before = 0.0, True, 0.0
+    for at, what, changed, works_now in seen:
+        if works:
+            worked += at - before
+        before = at
+        if changed is None:
+            works = works_now
+            continue
+        if what == _COMES:
+            changed.came = worked
+        elif worked > changed.came:
+            changed.rate = changed.sampled / (worked - changed.came)
+        moments.append((worked, what, changed))
+    return moments
 
 
-def _request(call: _Call, since: _Sums, until: _Sums) -> Request:
-    share = call.sampled / (until.steps - since.steps)
-    return Request(
-        seconds=until.seconds - since.seconds,
-        steps=call.sampled,
-        sequences=share * (until.sequences - since.sequences),
-        context=share * (until.context - since.context),
-        padded=share * (until.padded - since.padded),
-        prefilled=until.prefilled - since.prefilled,
-        attended=until.attended - since.attended,
-        came=until.came - since.came,
-    )
+def _entries(moments: Iterable[_Moment], max_batched_tokens: int) -> list[_Moment]:
+    """When each call enters: once the step under way is over, at once where nothing runs. Also notes how many steps it sees before
+    that which samples its first token: this one, and those that compute but a part of its prompt."""
+    running: set[_Call] = set()
+    answered = -inf
+    entries: list[_Moment] = []
+    for at, what, call in moments:
+        if what == _ENDS:
+            running.discard(call)
+            answered = at
+            continue
+        waits, step_s = 0.0, 0.0
+        rates = [other.rate for other in running if other.rate]
+        if rates:
+            step_s = 1 / fmean(rates)
+            waits = 1.0 - (at - answered) / step_s if at - answered < step_s else 0.5
+        call.waited = waits + max(0, -(-call.missed // max_batched_tokens) - 1)
+        entries.append((at + waits * step_s, _ENTERS, call))
+        running.add(call)
+    return entries
+
+
+class _Sums:
+    """Over the time of one engine."""
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * len(Stretch.__struct_fields__)
+
+    def so_far(self) -> Stretch:
+        return Stretch(*self._sums)
+
+    def enters(self, call: _Call) -> None:
+        """All of its prompt that is not cached is computed now."""
+        self._add(prefilled=call.missed, attended=call.missed * (call.context - call.missed / 2), came=1)
+
+    def go_on(self, running: Collection[_Call], since: float, until: float) -> None:
+        """A stretch in which these run."""
+        seconds, middle = until - since, (since + until) / 2
+        rates = [call.rate * call.steps / call.sampled for call in running if call.rate]
+        rate = fmean(rates) if rates else 0.0
+        sequences = readers = context = longest = 0.0
+        for call in running:
+            took_part = reads = 1.0
+            if call.rate:
+                # In the step that ends its prefill it samples its first token; what it attends to then is counted with that.
+                took_part, reads = call.sampled / call.steps, (call.sampled - 1) / call.steps
+            # What is never told of the last ones: they are taken to be as fast as the others.
+            now = call.context + (call.rate or rate) * (middle - call.came)
+            sequences += took_part
+            readers += reads
+            context += reads * now
+            longest = max(longest, now)
+        steps = rate * seconds
+        self._add(
+            seconds=seconds,
+            steps=steps,
+            sequences=steps * sequences,
+            context=steps * context,
+            padded=steps * readers * longest,
+        )
+
+    def _add(self, **more: float) -> None:
+        for index, name in enumerate(Stretch.__struct_fields__):
+            self._sums[index] += more.get(name, 0.0)
