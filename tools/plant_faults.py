@@ -36,7 +36,7 @@ class Fault(NamedTuple):
 FAULTS: dict[str, Fault] = {
     "batch": Fault(
         "a batch that was cut still waits after a kill",
-        "recovery.py",
+        "recovery_list.py",
         (("(rollout, self._list.pop(rollout)) for", "(rollout, self._list[rollout]) for"),),
     ),
     "attempt": Fault(
@@ -97,7 +97,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "drawn": Fault(
         "a task that was drawn is drawn again after a kill",
-        "recovery.py",
+        "recovery_draws.py",
         (('        saved["drawn"] += 1\n', ""),),
     ),
     "place": Fault(

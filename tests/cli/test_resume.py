@@ -14,7 +14,8 @@ import pytest
 from cli.per_token import PerToken
 from paceline.cli.resume import read_back
 from paceline.core.advantages import Algorithm
-from paceline.core.recovery import EMPTY, CannotFold, Recovery
+from paceline.core.rebuild import CannotFold
+from paceline.core.recovery import EMPTY, Recovery
 from paceline.core.scheduler import Core
 from paceline.domain.batch import Batch
 from paceline.domain.commands import ProcessGroup, ShipBatch

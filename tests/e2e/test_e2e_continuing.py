@@ -12,7 +12,8 @@ from e2e_kit import MODEL, CommandLine, records
 from paceline.cli.main import main
 from paceline.cli.resume import read_back
 from paceline.core.parts import whole_parts
-from paceline.core.recovery import EMPTY, CannotFold
+from paceline.core.rebuild import CannotFold
+from paceline.core.recovery import EMPTY
 from paceline.domain import commands as do
 from paceline.domain import events as on
 from paceline.domain.ids import RolloutId

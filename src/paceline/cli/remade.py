@@ -12,7 +12,8 @@ from paceline.cli.replay import RecordedRun
 from paceline.cli.rundir import config_file
 from paceline.config import RunConfig
 from paceline.core.packing import pack_as
-from paceline.core.recovery import EMPTY, CannotFold, Recovery
+from paceline.core.rebuild import CannotFold
+from paceline.core.recovery import EMPTY, Recovery
 from paceline.domain.batch import Batch
 from paceline.domain.commands import ShipBatch
 from paceline.domain.events import BatchShipped, RunOpened

@@ -12,8 +12,8 @@ import msgspec
 from paceline.cli.rundir import trainer_steps
 from paceline.config import ReferenceTrainer, RunConfig
 from paceline.core.parts import UnderWay, whole_parts
-from paceline.core.rebuild import Extras
-from paceline.core.recovery import EMPTY, CannotFold, Recovery
+from paceline.core.rebuild import CannotFold, Extras
+from paceline.core.recovery import EMPTY, Recovery
 from paceline.domain.commands import ProcessGroup, ShipBatch
 from paceline.domain.ids import EnvName, RolloutId
 from paceline.domain.part import Part

@@ -12,22 +12,27 @@ from numpy.typing import NDArray
 from paceline.core.samples import RecordRefused, build_samples, cut_sample
 from paceline.domain.rollout import Rollout
 from paceline.domain.sample import Sample, Stream
+from paceline.errors import PacelineError
 
 Extras: TypeAlias = Mapping[int, tuple[NDArray[np.float32] | None, Mapping[str, Stream]]]
 """By number of the sample: its advantages, where they differ from token to token, and its streams."""
 
 
+class CannotFold(PacelineError):
+    """The journal does not say enough to go on from it; a checkpoint alone may do."""
+
+
 def rebuild(rollout: Rollout, told: Sequence[Sample], extras: Extras | None) -> tuple[Sample, ...]:
     """The samples as they were. `told` is what the log says of them, everything but their arrays.
 
-    ValueError when this code makes others of the rollout, or what the log does not hold is not in `extras`.
+    CannotFold when this code makes others of the rollout, or what the log does not hold is not in `extras`.
     """
     try:
         uncut = build_samples(
             rollout, seq_len=rollout.prompt_tokens + rollout.sampled_tokens, overlong="cut"
         ).samples
     except RecordRefused as refused:
-        raise ValueError(f"{rollout.id} was taken for sound, and is refused now: {refused}") from refused
+        raise CannotFold(f"{rollout.id} was taken for sound, and is refused now: {refused}") from refused
     found: list[Sample] = []
     # Each was cut to the length that was asked for then, whatever that was; one of which nothing was left is not told.
     for new in uncut:
@@ -35,7 +40,7 @@ def rebuild(rollout: Rollout, told: Sequence[Sample], extras: Extras | None) -> 
         if said is not None and _shape(cut := cut_sample(new, said.tokens)) == _shape(said):
             found.append(_as_told(cut, said, len(found), extras))
     if len(found) < len(told):
-        raise ValueError(
+        raise CannotFold(
             f"{rollout.id} was made into samples of {[s.tokens for s in told]} tokens, this release makes "
             f"{[s.tokens for s in uncut]} of it: go on with the release that wrote the journal"
         )
@@ -46,7 +51,7 @@ def _as_told(new: Sample, said: Sample, number: int, extras: Extras | None) -> S
     advantage, streams = said.advantage, said.streams
     if isinstance(advantage, np.ndarray) or streams:
         if extras is None or number not in extras:
-            raise ValueError(f"the advantages or streams of {new.rollout} are not in the rollout store")
+            raise CannotFold(f"the advantages or streams of {new.rollout} are not in the rollout store")
         per_token, kept = extras[number]
         advantage = said.advantage if per_token is None else per_token
         streams = dict(kept)

@@ -7,7 +7,7 @@
     core.restore(recovery.state(rollouts), trained, path, rollouts)
 
 So it does not matter which code or config made the decisions. `docs/recovery.md` says what a run loses and what not.
-Arrays are not in the log: samples are built again from the rollouts, and compared with what the log says of them.
+What was drawn is folded in `recovery_draws`, and what waits for its batch in `recovery_list`.
 """
 
 from __future__ import annotations
@@ -18,24 +18,21 @@ from typing import Any, TypeAlias
 import msgspec
 
 from paceline.core.accounting import Account, StreamAccount
-from paceline.core.batching import masked, oldest_masked
 from paceline.core.groups import GroupState
 from paceline.core.pacing import Pacing
 from paceline.core.parts import UnderWay
-from paceline.core.plain import from_plain, to_plain
-from paceline.core.quarantine import Quarantine
-from paceline.core.rebuild import Extras, rebuild
+from paceline.core.rebuild import CannotFold, Extras
+from paceline.core.recovery_draws import RecoveredDraws
+from paceline.core.recovery_list import RecoveredList
 from paceline.domain import commands as do
 from paceline.domain import events as on
 from paceline.domain.batch import Batch
 from paceline.domain.commands import Command
 from paceline.domain.events import Event
 from paceline.domain.group import ClosedGroup
-from paceline.domain.ids import EnvName, GroupId, RolloutId, Version, parse_rollout_id
+from paceline.domain.ids import EnvName, GroupId, RolloutId
 from paceline.domain.rollout import Rollout
-from paceline.domain.sample import Sample
 from paceline.domain.task import TaskRef
-from paceline.errors import PacelineError
 
 EMPTY: dict[str, Any] = {
     "seq": 0,
@@ -64,26 +61,6 @@ _Group: TypeAlias = GroupState[RolloutId]
 """A group that is open, or closed and being processed."""
 
 
-class CannotFold(PacelineError):
-    """The journal does not say enough to go on from it; a checkpoint alone may do."""
-
-
-class _Entry:
-    """A rollout in the batch list, as the log tells of it."""
-
-    __slots__ = ("env", "masks", "samples", "since", "swept", "whole")
-
-    def __init__(self, env: EnvName, samples: tuple[Sample, ...], since: int, whole: bool) -> None:
-        self.env = env
-        self.samples = samples
-        self.since = since
-        """Its rollout ended in no record before this one."""
-        self.whole = whole
-        """Whether the samples have their arrays: those of a checkpoint do, those of the log do not."""
-        self.masks: list[Version] = []
-        self.swept = False
-
-
 class Recovery:
     """State after the records so far. Begins with a checkpoint of the core, or with `EMPTY`."""
 
@@ -97,34 +74,19 @@ class Recovery:
         self._at = 0.0
         self.cut: int = state["cut"]
         self._next_group: int = state["next_group"]
-        self._curriculum: dict[str, Any] = state["curriculum"]
-        self._draws: int = self._curriculum["draws"]
-        self._envs: dict[EnvName, dict[str, Any]] = {
-            env: {**saved, "redraw": [tuple(task) for task in saved["redraw"]]}
-            for env, saved in state["curriculum"]["envs"].items()
-        }
-        self._quarantine = Quarantine({})
-        if (quarantine := self._curriculum.get("quarantine")) is not None:
-            for env in {*self._envs, *quarantine["held"], *quarantine["worked"]}:
-                self._quarantine.restore(quarantine, env)
+        self._draws = RecoveredDraws(state["curriculum"])
         self._groups = {g["id"]: _Group.restore(g, _same) for g in state["groups"]}
         self._processing = {g["id"]: _Group.restore(g, _same) for g in state["processing"]}
         self._flights: dict[RolloutId, UnderWay] = {}
         for row in state["flights"]:
             flight = UnderWay.restore(row)
             self._flights[flight.id] = flight
-        self._list: dict[RolloutId, _Entry] = {}
-        for row in state["list"]:
-            rollout = parse_rollout_id(row["rollout"])
-            samples = tuple([from_plain(rollout, row["env"], sample) for sample in row["samples"]])
-            entry = self._list[rollout] = _Entry(row["env"], samples, 0, whole=True)
-            entry.swept = row["swept"]
-        self._shipping: dict[int, list[tuple[RolloutId, _Entry]]] = {}
         self._pacing = Pacing(0, None, None, 1)
         self._pacing.restore(state["pacing"])
         self._plan: dict[EnvName, int] = dict(state["plan"])
         self._account = Account()
         self._account.restore(state["account"])
+        self._list = RecoveredList(state["list"], self._account)
         self._admission: dict[str, Any] = dict(state["admission"])
         self._placement: dict[str, Any] = dict(state.get("placement", {}))
         self._scheduling: dict[str, Any] = dict(state["scheduling"])
@@ -148,15 +110,15 @@ class Recovery:
             do.ProcessGroup: self._process,
             do.ShipBatch: self._ship,
             do.NoteRetry: self._retried,
-            do.NoteStale: self._stale,
-            do.NoteDiscarded: self._discarded,
+            do.NoteStale: self._list.stale,
+            do.NoteDiscarded: self._list.discarded,
             do.PutOff: self._put_off,
             do.SplitGroup: self._split,
             do.NoteLate: self._late,
             do.NoteReferences: self._compared,
             do.ReportEval: self._evaluated,
-            do.SkipTask: self._skipped,
-            do.NoteQuarantine: self._quarantined,
+            do.SkipTask: self._draws.skipped,
+            do.NoteQuarantine: self._draws.quarantined,
         }
 
     # ── taking in records ──
@@ -180,8 +142,7 @@ class Recovery:
         self.seq = seq + 1
 
     def _opened(self, event: on.RunOpened) -> None:
-        for env in event.forgives:
-            self._quarantine.forget(env)
+        self._draws.forgive(event.forgives)
         for rollout in event.continues:
             self._flights[rollout].stood.begin(self._at)
         if not event.recovered and self.seq > 0:
@@ -236,32 +197,8 @@ class Recovery:
             group.put_off = self._kept.pop(put_off)
             group.references = group.put_off.references
         else:
-            self._draw(task)
+            self._draws.drawn(task)
         return group
-
-    def _drawn_of(self, env: EnvName) -> dict[str, Any]:
-        return self._envs.setdefault(env, {"drawn": 0, "fingerprint": None, "redraw": []})
-
-    def _draw(self, task: TaskRef) -> None:
-        self._draws += self._came_next(task)
-
-    def _came_next(self, task: TaskRef) -> bool:
-        """Take a task off what its environment has to give; whether it is a fresh one, and not drawn again."""
-        saved = self._drawn_of(task.env)
-        drawn = (task.index, task.epoch)
-        if drawn in saved["redraw"]:
-            saved["redraw"].remove(drawn)
-            return False
-        saved["drawn"] += 1
-        return True
-
-    def _skipped(self, command: do.SkipTask) -> None:
-        self._came_next(command.task)
-
-    def _quarantined(self, command: do.NoteQuarantine) -> None:
-        self._quarantine.hold(command.env, command.index)
-        saved = self._drawn_of(command.env)
-        saved["redraw"] = [task for task in saved["redraw"] if task[0] != command.index]
 
     def _segment_ended(self, event: on.SegmentEnded) -> None:
         if (flight := self._flights.get(event.rollout)) is None or not event.versions:
@@ -321,7 +258,7 @@ class Recovery:
             # Given up before one of its members had started, and earlier releases did not tell of it until then.
             group = _Group(closed.id, closed.task, closed.size, 0, self.seq)
             self._next_group = max(self._next_group, closed.id + 1)
-            self._draw(closed.task)
+            self._draws.drawn(closed.task)
         group.references, group.fallback = command.group.references, command.group.fallback
         for rollout in group.retries:  # given up: its last attempt settles the member, as failed as it was
             group.arrived.append(rollout)
@@ -345,52 +282,25 @@ class Recovery:
             if verdict.fate == "queued":
                 ships = sum([sample.trainable_tokens for sample in verdict.samples])
                 account.move("queued", "overlong", sampled - ships, rollouts=0)
-                self._list[verdict.rollout] = _Entry(
-                    group.task.env, verdict.samples, group.since, whole=False
-                )
+                self._list.queued(verdict.rollout, group.task.env, verdict.samples, group.since)
         if group.put_off is not None:
             self._closed_kept = group.put_off
 
     def _begins_again(self, command: do.NoteRedraw) -> None:
         """Said of the group that has just been processed."""
         if not command.put_off:
-            self._drawn_of(command.task.env)["redraw"].append((command.task.index, command.task.epoch))
+            self._draws.again(command.task)
         elif (kept := self._closed_kept) is not None and kept.number == command.put_off:
             self._kept[kept.number] = kept
 
     def _ship(self, command: do.ShipBatch) -> None:
         batch = command.batch
         self.cut = batch.step
-        taken = [(rollout, self._list.pop(rollout)) for rollout in batch.rollouts]
-        self._shipping[batch.step] = taken
-        seen: set[RolloutId] = set()
-        for sample in batch.samples:
-            account = self._account.of("train", sample.env)
-            account.move(
-                "queued", "shipped", sample.trainable_tokens, rollouts=int(sample.rollout not in seen)
-            )
-            seen.add(sample.rollout)
+        self._list.cut(batch)
         self._pacing.shipped(len(batch.rollouts), batch.tokens)
 
     def _shipped(self, event: on.BatchShipped) -> None:
-        self._shipping.pop(event.step, None)
-
-    def _stale(self, command: do.NoteStale) -> None:
-        if (entry := self._list.get(command.rollout)) is None:
-            return
-        if command.action == "trained":
-            entry.swept = True
-            return
-        dropped = command.action == "dropped"
-        self._account.of("train", entry.env).move("queued", "stale", command.tokens, rollouts=int(dropped))
-        if dropped:
-            del self._list[command.rollout]
-        else:
-            entry.masks.append(oldest_masked(entry.samples, command.tokens, entry.masks))
-
-    def _discarded(self, command: do.NoteDiscarded) -> None:
-        entry = self._list.pop(command.rollout)
-        self._account.of("train", entry.env).move("queued", "discarded", command.tokens)
+        self._list.shipped(event.step)
 
     def _put_off(self, command: do.PutOff) -> None:
         self._kept[command.number] = command
@@ -437,24 +347,21 @@ class Recovery:
     def since(self) -> int:
         """No rollout that is wanted ended in a record before this one."""
         groups = [*self._groups.values(), *self._processing.values()]
-        entries = [*self._list.values(), *[e for taken in self._shipping.values() for _, e in taken]]
-        return min([self.seq, *[g.since for g in groups], *[e.since for e in entries if not e.whole]])
+        return min([self.seq, *[g.since for g in groups], *[since for _, since in self._list.needed()]])
 
     def wanted(self) -> frozenset[RolloutId]:
         """Rollouts whose records, tokens included, `state` and `owed` need."""
         found = [
             r for g in (*self._groups.values(), *self._processing.values()) for r in (*g.arrived, *g.retries)
         ]
-        found += [rollout for rollout, entry in self._list.items() if not entry.whole]
-        found += [r for taken in self._shipping.values() for r, entry in taken if not entry.whole]
-        return frozenset(found)
+        return frozenset([*found, *[rollout for rollout, _ in self._list.needed()]])
 
     def owed(
         self, rollouts: Mapping[RolloutId, Rollout], extras: Mapping[RolloutId, Extras]
     ) -> list[do.ProcessGroup | do.ShipBatch]:
         """What was commanded and not answered: to be carried out again, in this order."""
         commands: list[do.ProcessGroup | do.ShipBatch] = []
-        for step in sorted(self._shipping):
+        for step in self._list.shipping:
             batch = self.batch(step, rollouts, extras)
             commands.append(do.ShipBatch(batch, "it was being shipped when the run ended"))
         for group in self._processing.values():
@@ -474,9 +381,7 @@ class Recovery:
         self, step: int, rollouts: Mapping[RolloutId, Rollout], extras: Mapping[RolloutId, Extras]
     ) -> Batch:
         """One that was cut and not reported shipped. CannotFold as `state`."""
-        taken = self._shipping[step]
-        samples = [s for each, entry in taken for s in _samples(each, entry, rollouts, extras)]
-        return Batch(step, tuple(samples), tuple([each for each, _ in taken]))
+        return self._list.batch(step, rollouts, extras)
 
     def state(
         self, rollouts: Mapping[RolloutId, Rollout], extras: Mapping[RolloutId, Extras]
@@ -487,25 +392,12 @@ class Recovery:
             "seq": self.seq,
             "cut": self.cut,
             "next_group": self._next_group,
-            "curriculum": {
-                **self._curriculum,
-                "draws": self._draws,
-                "envs": self._envs,
-                "quarantine": self._quarantine.snapshot(),
-            },
+            "curriculum": self._draws.plain(),
             "groups": [group.plain(_same) for group in self._groups.values()],
             "processing": [group.plain(_same) for group in self._processing.values()],
             "flights": [flight.plain() for flight in self._flights.values()],
-            "shipping": sorted(self._shipping),
-            "list": [
-                {
-                    "rollout": str(rollout),
-                    "env": entry.env,
-                    "swept": entry.swept,
-                    "samples": [to_plain(s) for s in _samples(rollout, entry, rollouts, extras)],
-                }
-                for rollout, entry in self._list.items()
-            ],
+            "shipping": self._list.shipping,
+            "list": self._list.plain(rollouts, extras),
             "pacing": self._pacing.snapshot(),
             "plan": self._plan,
             "account": self._account.snapshot(),
@@ -519,25 +411,6 @@ class Recovery:
 
     def _account_of(self, task: TaskRef) -> StreamAccount:
         return self._account.of(task.split, task.env)
-
-
-def _samples(
-    rollout: RolloutId,
-    entry: _Entry,
-    rollouts: Mapping[RolloutId, Rollout],
-    extras: Mapping[RolloutId, Extras],
-) -> tuple[Sample, ...]:
-    samples = entry.samples
-    if not entry.whole:
-        if rollout not in rollouts:
-            raise CannotFold(f"{rollout} waits for its batch, but is not in the rollout store")
-        try:
-            samples = rebuild(rollouts[rollout], samples, extras.get(rollout))
-        except ValueError as error:
-            raise CannotFold(str(error)) from error
-    for oldest in entry.masks:
-        samples = masked(samples, oldest)
-    return samples
 
 
 def _same(rollout: RolloutId) -> RolloutId:

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from paceline.core.rebuild import Extras
-from paceline.core.recovery import EMPTY, CannotFold, Recovery
+from paceline.core.rebuild import CannotFold, Extras
+from paceline.core.recovery import EMPTY, Recovery
 from paceline.core.scheduler import Core
 from paceline.domain import commands as do
 from paceline.domain import events as on
