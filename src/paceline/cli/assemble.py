@@ -7,25 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 
 from paceline.cli.calm import calm_gc
+from paceline.cli.children import close_children, start_trainer
 from paceline.cli.continuing import Left, left_by
 from paceline.cli.disk import DiskMeter
 from paceline.cli.engines import RunEngines
 from paceline.cli.environments import Environments, own_gates, own_samplers
+from paceline.cli.phases import Phases, Say
 from paceline.cli.resume import Resumption
 from paceline.cli.services import ConfiguredServices, imported
 from paceline.cli.status import INTERRUPTED, StatusFile
-from paceline.cli.stopping import TERM_S, CutOff, Stopped, StoppedTwice, Stopping, unstoppable
-from paceline.cli.trainer import trainer_settings, versions_kept
+from paceline.cli.stopping import CutOff, Stopped, StoppedTwice, Stopping, unstoppable
+from paceline.cli.storing import Storing
+from paceline.cli.trainer import versions_kept
 from paceline.config import (
     EmbeddedEngine,
     EnvSection,
@@ -44,9 +45,8 @@ from paceline.core.unsettled import unsettled
 from paceline.domain import events as on
 from paceline.domain.commands import FinishRun, ShipBatch
 from paceline.domain.ids import EnvName
-from paceline.errors import ConfigError, EnvError, TrainerError, said_by
+from paceline.errors import ConfigError, EnvError, said_by
 from paceline.journal.partial import PartStore
-from paceline.journal.writer import FileJournal
 from paceline.ports import Engine
 from paceline.runtime.checkpoints import Checkpoints
 from paceline.runtime.driver import Driver, Fold, first_cause
@@ -68,8 +68,6 @@ from paceline.transport.layout import weights_dir
 
 _STILL_S = 60.0
 """Seconds that the loop may stand still beyond the longest deadline."""
-
-Say: TypeAlias = Callable[[str], None]
 
 
 class Earlier(msgspec.Struct, frozen=True):
@@ -138,11 +136,8 @@ class Assembly:
         )
         self._driver: Driver | None = None
         self._core: Core | None = None
-        self._disk_error: OSError | None = None
-        self._disk_failed = asyncio.Event()
         self.disk = DiskMeter(run_dir)
-        self._room: Room | None = None
-        self._kept: FileJournal | None = None
+        self._storing: Storing | None = None
         self._tell: Say = _unsaid
 
     @property
@@ -208,7 +203,8 @@ class Assembly:
                 engines = RunEngines(config, self.run_dir, self.children, self._inherit)
                 stack.push_async_callback(engines.close)
                 await self._start_children(engines, phases)
-                journal = self._kept = self._journal()
+                storing = self._storing = Storing(self.run_dir, self.run_id, config.journal)
+                journal = storing.journal
                 stack.push_async_callback(journal.close)
                 # Packing and saving take long; groups must not queue behind them.
                 groups, offload = Threads(), Threads()
@@ -227,7 +223,7 @@ class Assembly:
                 )
                 stack.push_async_callback(parts.close)
                 finish = await self._drive(
-                    environments, engines, journal, processor, offload, gateway, left, parts, folds, say
+                    environments, engines, storing, processor, offload, gateway, left, parts, folds, say
                 )
             except StoppedTwice as stopped:
                 self._status.finish("stopped", str(stopped), code=INTERRUPTED)
@@ -249,7 +245,7 @@ class Assembly:
         self,
         environments: Environments,
         engines: RunEngines,
-        journal: FileJournal,
+        storing: Storing,
         processor: Processor,
         offload: Threads,
         gateway: Gateway,
@@ -258,7 +254,7 @@ class Assembly:
         folds: list[Fold],
         say: Say,
     ) -> FinishRun:
-        config = self.config
+        config, journal = self.config, storing.journal
         _check_groups(config, environments.scores_groups)
         core = Core(
             core_setup(
@@ -304,7 +300,7 @@ class Assembly:
             say(
                 f"{len(left.goes_on)} rollouts go on with {left.tokens} tokens, {len(left.ended)} are begun again"
             )
-        room = self._room = Room(
+        room = storing.room = Room(
             post=inbox.post, tell=self._tell, fail=self._no_room, limit_s=config.journal.full_disk_s
         )
         folds = [*folds, parts]
@@ -339,8 +335,8 @@ class Assembly:
         for child in self.children:
             if child.name == "trainer":
                 driver.beside(child.name, partial(self.stopping.watch_trainer, child))
-        driver.beside("journal", self._watch_disk)
-        driver.beside("disk meter", partial(self.disk.run, self._room_for))
+        driver.beside("journal", storing.watch)
+        driver.beside("disk meter", partial(self.disk.run, storing.room_for))
         quiet = QuietWatch(core, lambda text: say(f"warning: {text}"), clock, config.run.quiet_s)
         driver.beside("quiet watch", quiet.run)
         driver.beside("load polls", lambda: engines.follow_list(inbox.post, self._polling(inbox)))
@@ -370,45 +366,9 @@ class Assembly:
                 owed=goes_on.owed if goes_on else (),
             )
 
-    def _journal(self) -> FileJournal:
-        loop = asyncio.get_running_loop()
-
-        def failed(error: OSError) -> None:
-            self._disk_error = error
-            loop.call_soon_threadsafe(self._disk_failed.set)
-
-        def room(what: str, why: str) -> None:
-            loop.call_soon_threadsafe(self._room_for, what, why)
-
-        section = self.config.journal
-        return FileJournal(
-            self.run_dir,
-            self.run_id,
-            fsync_s=section.fsync_s,
-            file_bytes=_bytes(section.file_mb),
-            keep_steps=section.keep_token_steps,
-            keep_bytes=None if section.keep_token_mb is None else _bytes(section.keep_token_mb),
-            backlog_bytes=_bytes(section.backlog_mb),
-            on_error=failed,
-            on_room=room,
-        )
-
-    def _room_for(self, what: str, why: str) -> None:
-        if self._room is not None:
-            if why:
-                self._room.missing(what, why)
-            else:
-                self._room.found(what)
-
     def _no_room(self, error: NoRoom) -> None:
         if self._driver is not None:
             self._driver.fail(error)
-
-    async def _watch_disk(self) -> None:
-        """A journal that cannot be written ends the run: what it did from then on could not be told."""
-        await self._disk_failed.wait()
-        error = self._disk_error or OSError("the disk failed")
-        raise OSError(error.errno, f"{error.strerror or error}: mend the disk and resume", error.filename)
 
     def _polling(self, inbox: Inbox) -> Callable[[Engine], Any]:
         interval = self.config.metrics.load_interval_s
@@ -444,40 +404,19 @@ class Assembly:
             raise cause from cause.__cause__
 
     async def _start_trainer(self, section: ReferenceTrainer, phases: Phases) -> None:
-        argv = [sys.executable, "-m", "paceline.trainer", "--run", str(self.run_dir)]
-        argv += ["--model", str(self.model_dir), "--settings", json.dumps(trainer_settings(self.config))]
-        argv += ["--start-version", str(self.start_version)]
         with phases.during("starting the trainer"):
-            child = await ChildProcess.start(
-                argv,
-                name="trainer",
-                log_path=self.run_dir / "logs" / "trainer.log",
-                start_s=section.start_s,
-                threads=section.threads,
-                error=TrainerError,
-                may_finish=False,
+            trainer = await start_trainer(
+                self.config,
+                section,
+                self.run_dir,
+                self.model_dir,
+                version=self.start_version,
                 inherit=self._inherit,
             )
-        self.children.append(child)
+        self.children.append(trainer)
 
     async def _close_children(self) -> None:
-        """The trainer ends by itself, having saved, once the run's status says so; engines are simply stopped."""
-        self.stopping.closes()
-        if not self.children:
-            return
-        save_s = self.stopping.save_s(done=self._status.status.status == "done")
-        closing = asyncio.gather(
-            *(c.close(TERM_S, finish_s=save_s if c.name == "trainer" else 0.0) for c in self.children)
-        )
-        hurry = asyncio.create_task(self.stopping.hurry.wait())
-        try:
-            await asyncio.wait((closing, hurry), return_when=asyncio.FIRST_COMPLETED)
-            if not closing.done():
-                for child in self.children:
-                    child.kill()
-            await closing
-        finally:
-            hurry.cancel()
+        await close_children(self.children, self.stopping, done=self._status.status.status == "done")
 
     # ── where things are ──
 
@@ -490,10 +429,8 @@ class Assembly:
     # ── stopping ──
 
     def _failing(self, error: BaseException) -> None:
-        if self._room is not None:
-            self._room.close()
-        if self._kept is not None:
-            self._kept.give_up()  # the end of the run waits for no disk
+        if self._storing is not None:
+            self._storing.give_up()
         self.stopping.failing(error)
 
     def _still_limit_s(self) -> float:
@@ -522,30 +459,3 @@ def _still(say: Say) -> Callable[[float, str], None]:
 
 def _unsaid(_text: str) -> None:
     """Nobody listens yet."""
-
-
-def _bytes(mb: float) -> int:
-    return max(1, round(mb * 1e6))
-
-
-class Phases:
-    """What a run is doing before its first rollout: engines and trainer start side by side."""
-
-    def __init__(self, tell: Say) -> None:
-        self._tell = tell
-        self._under_way: list[str] = []
-
-    def now(self, what: str) -> None:
-        self._tell(what)
-
-    @contextlib.contextmanager
-    def during(self, what: str) -> Iterator[None]:
-        """Tell that `what` is going on, beside what else does."""
-        self._under_way.append(what)
-        self._tell(", ".join(self._under_way))
-        try:
-            yield
-        finally:
-            self._under_way.remove(what)
-            if self._under_way:
-                self._tell(", ".join(self._under_way))

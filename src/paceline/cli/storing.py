@@ -1,0 +1,68 @@
+"""The run's journal, and what becomes of the run where its disk is full, slow or gone. See `docs/disk.md`.
+
+journal thread ─ no room, room again ─▶ Room: the run is held, or ends
+               ─ any other error ─────▶ `watch` raises: the run ends
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from paceline.config import JournalSection
+from paceline.journal.writer import FileJournal
+from paceline.runtime.room import Room
+
+
+class Storing:
+    """Opens the journal of one life of a run. On the loop of the run."""
+
+    def __init__(self, run_dir: Path, run_id: str, section: JournalSection) -> None:
+        loop = asyncio.get_running_loop()
+        self.room: Room | None = None
+        """Who is told what cannot be written; nobody before the run is driven."""
+        self._error: OSError | None = None
+        self._failed = asyncio.Event()
+
+        def failed(error: OSError) -> None:
+            self._error = error
+            loop.call_soon_threadsafe(self._failed.set)
+
+        def room(what: str, why: str) -> None:
+            loop.call_soon_threadsafe(self.room_for, what, why)
+
+        self.journal = FileJournal(
+            run_dir,
+            run_id,
+            fsync_s=section.fsync_s,
+            file_bytes=_bytes(section.file_mb),
+            keep_steps=section.keep_token_steps,
+            keep_bytes=None if section.keep_token_mb is None else _bytes(section.keep_token_mb),
+            backlog_bytes=_bytes(section.backlog_mb),
+            on_error=failed,
+            on_room=room,
+        )
+
+    def room_for(self, what: str, why: str) -> None:
+        """`what` cannot be written, because of `why`; where that is empty, it can be again."""
+        if self.room is not None:
+            if why:
+                self.room.missing(what, why)
+            else:
+                self.room.found(what)
+
+    async def watch(self) -> None:
+        """A journal that cannot be written ends the run: what it did from then on could not be told."""
+        await self._failed.wait()
+        error = self._error or OSError("the disk failed")
+        raise OSError(error.errno, f"{error.strerror or error}: mend the disk and resume", error.filename)
+
+    def give_up(self) -> None:
+        """The run fails: its end waits for no disk."""
+        if self.room is not None:
+            self.room.close()
+        self.journal.give_up()
+
+
+def _bytes(mb: float) -> int:
+    return max(1, round(mb * 1e6))
