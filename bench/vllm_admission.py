@@ -129,19 +129,22 @@ class Server:
 
 
 @contextmanager
-def serving() -> Iterator[Server]:
-    """A server of the model; gone after the block, however that ends."""
+def serving(model: Path | None = None) -> Iterator[Server]:
+    """A server of `model`, or of that of `make_model` with `KV_TOKENS`; gone after the block, however that ends."""
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder, socket.socket() as free:
-        model, log = Path(folder) / "model", Path(folder) / "server.log"
-        make_model(model)
+        log = Path(folder) / "server.log"
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
-        argv = [str(VLLM), str(ROOT / "tools" / "vllm_serve.py"), str(model), "--port", str(port)]
         # Processors without instructions for bfloat16 take twenty times as long for it.
         wide = "avx512_bf16" not in Path("/proc/cpuinfo").read_text()
-        argv += ["--dtype", "float32" if wide else "bfloat16", "--max-model-len", "4096"]
-        argv += ["--kv-cache", f"{KV_TOKENS * (8 if wide else 4) // 1024}M"]
+        limits: list[str] = []
+        if model is None:
+            model = Path(folder) / "model"
+            make_model(model)
+            limits = ["--max-model-len", "4096", "--kv-cache", f"{KV_TOKENS * (8 if wide else 4) // 1024}M"]
+        argv = [str(VLLM), str(ROOT / "tools" / "vllm_serve.py"), str(model), "--port", str(port)]
+        argv += ["--dtype", "float32" if wide else "bfloat16", *limits]
         with log.open("wb") as out:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", parent.__file__, *argv],

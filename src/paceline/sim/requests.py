@@ -13,8 +13,7 @@ a twentieth more steps so than they sample tokens, and long ones hardly.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from math import inf
-from statistics import fmean
+from math import fsum, inf
 from typing import TypeAlias
 
 import msgspec
@@ -76,12 +75,20 @@ class _Call:
         """Whether it ended by itself."""
         self.rate = 0.0
         """Tokens a second in which its engine worked, on the mean."""
-        self.waited = 0.0
-        """Steps before that which sampled its first token."""
+        self.pace = 0.0
+        """Steps that it saw in such a second; 0 where that is not known."""
+        self.took_part = 1.0
+        """Share of these that computed something of it."""
+        self.read = 1.0
+        """Share that read its context. In the step that ends its prefill it samples its first token, and what it attends to then
+        is counted with the prefill."""
 
-    @property
-    def steps(self) -> float:
-        return self.sampled + self.waited
+    def waits(self, steps: float) -> None:
+        """It sees so many steps before that which samples its first token."""
+        if self.rate:
+            saw = self.sampled + steps
+            self.pace = self.rate * saw / self.sampled
+            self.took_part, self.read = self.sampled / saw, (self.sampled - 1) / saw
 
 
 class _Life:
@@ -228,9 +235,9 @@ def _entries(moments: Iterable[_Moment], max_batched_tokens: int) -> list[_Momen
         waits, step_s = 0.0, 0.0
         rates = [other.rate for other in running if other.rate]
         if rates:
-            step_s = 1 / fmean(rates)
+            step_s = len(rates) / fsum(rates)
             waits = 1.0 - (at - answered) / step_s if at - answered < step_s else 0.5
-        call.waited = waits + max(0, -(-call.missed // max_batched_tokens) - 1)
+        call.waits(waits + max(0, -(-call.missed // max_batched_tokens) - 1))
         entries.append((at + waits * step_s, _ENTERS, call))
         running.add(call)
     return entries
@@ -240,10 +247,10 @@ class _Sums:
     """Over the time of one engine."""
 
     def __init__(self) -> None:
-        self._sums = [0.0] * len(Stretch.__struct_fields__)
+        self._sums = dict.fromkeys(Stretch.__struct_fields__, 0.0)
 
     def so_far(self) -> Stretch:
-        return Stretch(*self._sums)
+        return Stretch(**self._sums)
 
     def enters(self, call: _Call) -> None:
         """All of its prompt that is not cached is computed now."""
@@ -252,21 +259,18 @@ class _Sums:
     def go_on(self, running: Collection[_Call], since: float, until: float) -> None:
         """A stretch in which these run."""
         seconds, middle = until - since, (since + until) / 2
-        rates = [call.rate * call.steps / call.sampled for call in running if call.rate]
-        rate = fmean(rates) if rates else 0.0
+        paces = [call.pace for call in running if call.pace]
+        pace = fsum(paces) / len(paces) if paces else 0.0
         sequences = readers = context = longest = 0.0
         for call in running:
-            took_part = reads = 1.0
-            if call.rate:
-                # In the step that ends its prefill it samples its first token; what it attends to then is counted with that.
-                took_part, reads = call.sampled / call.steps, (call.sampled - 1) / call.steps
             # What is never told of the last ones: they are taken to be as fast as the others.
-            now = call.context + (call.rate or rate) * (middle - call.came)
-            sequences += took_part
-            readers += reads
-            context += reads * now
-            longest = max(longest, now)
-        steps = rate * seconds
+            now = call.context + (call.rate or pace) * (middle - call.came)
+            sequences += call.took_part
+            readers += call.read
+            context += call.read * now
+            if now > longest:
+                longest = now
+        steps = pace * seconds
         self._add(
             seconds=seconds,
             steps=steps,
@@ -276,5 +280,5 @@ class _Sums:
         )
 
     def _add(self, **more: float) -> None:
-        for index, name in enumerate(Stretch.__struct_fields__):
-            self._sums[index] += more.get(name, 0.0)
+        for name, much in more.items():
+            self._sums[name] += much
