@@ -34,6 +34,7 @@ from paceline.sim.plan import Workload
 from paceline.sim.records import blank_samples
 from paceline.sim.rollouts import SimRollout
 from paceline.sim.siblings import Siblings
+from paceline.sim.training import Training
 from paceline.sim.world import FaultModel, TrainerModel, WeightsModel
 
 
@@ -68,21 +69,21 @@ class Simulation:
         self.engines = dict(engines)
         self.now = 0.0
         self.finish: do.FinishRun | None = None
-        self.trained = 0
-        """Steps that the trainer has taken."""
         self.events = 0
         """Events that the core has handled."""
         self.running: dict[RolloutId, SimRollout] = {}
         self.lost: set[EngineId] = set()
-        self._lives = dict.fromkeys(self.engines, 0)
+        self.lives = dict.fromkeys(self.engines, 0)
         """How often each engine has been lost."""
         self.workloads = workloads
         self._algorithm = algorithm
         self._rules = rules
-        self._trainer = trainer or TrainerModel()
-        self._weights = weights or WeightsModel()
         self._faults = faults or FaultModel()
         self._fault_key = key(core.setup.seed, "faults")
+        self._training = Training(
+            self, trainer or TrainerModel(), weights or WeightsModel(), self._faults, self._fault_key
+        )
+        self._updates = self._training.updates
         self._shared_kv_s = shared_kv_s
         self._folds = tuple(folds)
         self._watch = watch
@@ -91,15 +92,12 @@ class Simulation:
         self._order = 0
         self._armed = dict.fromkeys(self.engines, inf)
         """When each engine is in the heap for, the earliest; inf: not at all."""
-        self._updates: dict[EngineId, tuple[do.UpdateWeights, float]] = {}
-        """Weights that engines are about to load, and since when; they may still be finishing a step."""
-        self._train_free_at = 0.0
-        self._ship_free_at = 0.0
         self._performers: dict[type, Callable[[Any], None] | None] = {
             kind: getattr(self, f"_do_{kind.__name__}", None)
             for kind in vars(do).values()
             if isinstance(kind, type)
         }
+        self._performers |= {do.ShipBatch: self._training.ship, do.UpdateWeights: self._training.update}
         block = next(iter(self.engines.values())).speed.block
         self._block = block
         self._siblings = Siblings(block)
@@ -130,10 +128,10 @@ class Simulation:
             self._run(until, steps, events)
 
     def _run(self, until: float, steps: int | None, events: int | None) -> None:
-        heap, soon = self._heap, self._soon
+        heap, soon, training = self._heap, self._soon, self._training
         most_steps = steps if steps is not None else 1 << 62
         most_events = events if events is not None else 1 << 62
-        while self.finish is None and self.trained < most_steps and self.events < most_events:
+        while self.finish is None and training.trained < most_steps and self.events < most_events:
             if soon:
                 action, args = soon.popleft()
                 action(*args)
@@ -145,6 +143,11 @@ class Simulation:
             else:
                 self.now, _, action, args = heappop(heap)
                 action(*args)
+
+    @property
+    def trained(self) -> int:
+        """Steps that the trainer has taken."""
+        return self._training.trained
 
     def post(self, event: Event) -> None:
         """Report something that happened from outside."""
@@ -257,6 +260,11 @@ class Simulation:
         self._order += 1
         heappush(self._heap, (engine.next_at, self._order, self._engine_due, (name, engine)))
 
+    def arm(self, name: EngineId, engine: Endpoint) -> None:
+        """Wake the engine when its next call is due, if that is sooner than was thought."""
+        if engine.next_at < self._armed[name]:
+            self._arm(name, engine)
+
     def _engine_due(self, name: EngineId, engine: Endpoint) -> None:
         if self._armed[name] == self.now:
             self._armed[name] = inf
@@ -264,7 +272,7 @@ class Simulation:
             for call in engine.run(self.now):
                 self._call_done(name, engine, call, "stop")
             if engine.is_still and name in self._updates:
-                self._load(name)
+                self._training.load(name)
         if engine.next_at < self._armed[name]:
             self._arm(name, engine)
 
@@ -360,17 +368,17 @@ class Simulation:
         if call is None:
             return
         engine = self.engines[name]
-        self._bring_up(name, engine)
+        self.bring_up(name, engine)
         if rollout.call is not call:
             return  # it had finished at this very moment
         engine.abort(call, self.now)
         self._call_done(name, engine, call, "abort")
         if engine.is_still and name in self._updates:
-            self._load(name)
+            self._training.load(name)
         if engine.next_at < self._armed[name]:
             self._arm(name, engine)
 
-    def _bring_up(self, name: EngineId, engine: Endpoint) -> None:
+    def bring_up(self, name: EngineId, engine: Endpoint) -> None:
         """What is due on an engine at this very moment comes first."""
         if engine.next_at <= self.now:
             for call in engine.run(self.now):
@@ -387,79 +395,6 @@ class Simulation:
         result = process_group(group, self._rules[group.task.env], self._algorithm, build=blank_samples)
         self._post(on.GroupProcessed(result))
 
-    def _do_ShipBatch(self, command: do.ShipBatch) -> None:
-        self._ship_free_at = max(self.now, self._ship_free_at) + self._trainer.ship_s
-        if self._trainer.ship_s:
-            self.at(self._ship_free_at, self._shipped, command)
-        else:
-            self.soon(self._shipped, command)
-
-    def _shipped(self, command: do.ShipBatch) -> None:
-        batch = command.batch
-        seconds = self._trainer.seconds(batch)
-        self._post(on.BatchShipped(batch.step, 10 * batch.tokens, 0.0, self._trainer.ship_s))
-        self._train_free_at = max(self.now, self._train_free_at) + seconds
-        self.at(self._train_free_at, self._step_trained, batch.step, seconds)
-
-    def _step_trained(self, step: int, seconds: float) -> None:
-        self.trained = step
-        self._post(on.StepTrained(step, {"seconds": seconds}))
-        if self._trainer.publish_s:
-            self.at(self.now + self._trainer.publish_s, self._publish, step)
-        else:
-            self._publish(step)
-
-    def _publish(self, step: int) -> None:
-        self._post(on.PolicyPublished(step, f"weights/v{step}"))
-
-    def _do_UpdateWeights(self, command: do.UpdateWeights) -> None:
-        self.soon(self._update, command)
-
-    def _update(self, command: do.UpdateWeights) -> None:
-        name = command.engine
-        engine = self.engines[name]
-        self._updates[name] = command, self.now
-        if name in self.lost:
-            self._loaded(name, "connection refused")
-            return
-        self._bring_up(name, engine)
-        engine.stop(self.now, drain=self._weights.mode == "drain")
-        if engine.is_still:
-            self._load(name)
-        elif engine.next_at < self._armed[name]:
-            self._arm(name, engine)
-
-    def _load(self, name: EngineId) -> None:
-        """The engine stands still: the weights go in."""
-        command, since = self._updates.pop(name)
-        if self._weights.load_s:
-            self.at(
-                self.now + self._weights.load_s, self._load_ended, name, command, since, self._lives[name]
-            )
-        else:
-            self._load_ended(name, command, since, self._lives[name])
-
-    def _load_ended(self, name: EngineId, command: do.UpdateWeights, since: float, life: int) -> None:
-        engine = self.engines[name]
-        error = None
-        was_lost = self._lives[name] != life
-        if was_lost:
-            error = "connection refused"
-        elif self._faults.load:
-            base = key(self._fault_key, "load", name, command.version, round(self.now * 1e6))
-            if uniform(base, 0) < self._faults.load:
-                error = "a modelled load failed"
-        if not was_lost:
-            version = command.version if error is None else None
-            engine.go_on(self.now, version, recompute=self._weights.mode == "recompute")
-            if engine.next_at < self._armed[name]:
-                self._arm(name, engine)
-        self._post(on.WeightsLoaded(name, command.version, self.now - since, error))
-
-    def _loaded(self, name: EngineId, error: str | None) -> None:
-        command, since = self._updates.pop(name)
-        self._post(on.WeightsLoaded(name, command.version, self.now - since, error))
-
     # ── engines that are lost ──
 
     def _info(self, name: EngineId) -> EngineInfo:
@@ -470,14 +405,14 @@ class Simulation:
         if name in self.lost:
             return
         engine = self.engines[name]
-        self._bring_up(name, engine)
+        self.bring_up(name, engine)
         self.lost.add(name)
-        self._lives[name] += 1
+        self.lives[name] += 1
         calls = engine.kill()
         self._armed[name] = inf
         self._post(on.EngineLost(name, "a modelled engine is gone"))
         if name in self._updates:
-            self._loaded(name, "connection refused")
+            self._training.refused(name)
         for call in calls:
             rollout = self.running[call.key]  # type: ignore[index]
             if rollout.call is call:
@@ -516,10 +451,9 @@ class Simulation:
             self._post(on.LoadReported(name, None))
         else:
             engine = self.engines[name]
-            self._bring_up(name, engine)
+            self.bring_up(name, engine)
             self._post(on.LoadReported(name, engine.load(self.now)))
-            if engine.next_at < self._armed[name]:
-                self._arm(name, engine)
+            self.arm(name, engine)
         self.at(self.now + interval_s, self._poll, name, interval_s)
 
     # ── the rest ──
