@@ -127,10 +127,8 @@ class EngineRequests(Calls):
             self.where, self.engine, self.request_id = "engine", engine, request.request_id
             reply = check_reply(await engine.generate(request), request.sampling.max_tokens)
         except BaseException as error:
-            self.where, self.engine = (
-                "env",
-                None,
-            )  # before the report: what it brings about finds no call here
+            # Before the report: what it brings about finds no call here.
+            self.where, self.engine = "env", None
             took = self._clock() - began
             self.model_s += took
             cancelled = not isinstance(error, Exception)

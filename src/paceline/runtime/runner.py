@@ -24,29 +24,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, get_args
-
-import msgspec
+from typing import Any, Final
 
 from paceline.domain.commands import ContinueRollout
 from paceline.domain.events import RolloutContinued
 from paceline.domain.ids import EngineId, EnvName, RolloutId
 from paceline.domain.part import Part
-from paceline.domain.rollout import COMPLETED, CancelCause, FailureCause, Limit, Outcome, Rollout
+from paceline.domain.rollout import COMPLETED, CancelCause, Outcome, Rollout
 from paceline.domain.task import Split, Task
-from paceline.envs.causes import cause_of, is_interruption
+from paceline.envs.causes import is_interruption
 from paceline.envs.protocol import Context, Result, RolloutTruncated, task_data
 from paceline.envs.text import cut_text
-from paceline.errors import EngineError, EnvError, InvariantError, ModelCallFailed, said_by
+from paceline.errors import EngineError, EnvError, InvariantError
 from paceline.ports import Engine, Parts
 from paceline.runtime.calls import Calls, EnvRuntime
 from paceline.runtime.gate import TurnGate
 from paceline.runtime.gateway.server import Gateway
 from paceline.runtime.impossible import ImpossibleWatch
 from paceline.runtime.model import Launch, ModelCalls
+from paceline.runtime.outcomes import (
+    LIMITS,
+    MOST_TEXT,
+    as_numbers,
+    by_turn,
+    failed,
+    no_limit,
+    outcome_of,
+    storable,
+    text_of,
+)
 
 STOP_S: Final = 5.0
 """Seconds an aborted engine request has to come back with its tokens, and a cancelled environment to clean up, before
@@ -56,10 +64,7 @@ STUCK_S: Final = 300.0
 """Seconds of being cancelled again and again after which a rollout does not stop: its place is lost, and with enough of
 them the run would wait for ever."""
 
-_LIMITS: Final = get_args(Limit)
-
-_MOST_TEXT: Final = 2000
-"""Characters of an error's text that a record keeps."""
+_NOTHING: Final = Result(None)
 
 
 class RolloutRunner:
@@ -232,7 +237,7 @@ class _Run:
             if self._model.caller is not None:
                 await self._end_stray_call(self._model.caller)
                 if outcome.ending == "completed" or outcome.cause in ("empty", "unscored"):
-                    outcome = _failed("environment", "rollout() returned while a model call of it still ran")
+                    outcome = failed("environment", "rollout() returned while a model call of it still ran")
         finally:
             self._timer.cancel()
             if self._abort is not None:
@@ -281,19 +286,19 @@ class _Run:
         if model.stop is not None:
             return Outcome("cancelled", model.stop), None
         if model.engine_error is not None:
-            return _failed("engine", model.engine_error), None
+            return failed("engine", model.engine_error), None
         if failure is None:
             if model.limit is None:
                 return self._judge(result)
             # The environment caught what a limit raised and came to a result of its own.
             return self._truncated(result)
         if isinstance(failure, RolloutTruncated) and model.limit is None:
-            if failure.limit not in _LIMITS:
-                return _no_limit(failure.limit), None
+            if failure.limit not in LIMITS:
+                return no_limit(failure.limit), None
             model.give_out(failure.limit, str(failure))  # a limit of the environment's own
         if model.limit is not None and is_interruption(failure):
             return await self._close(task)
-        return _failure(failure)
+        return outcome_of(failure), None
 
     async def _close(self, task: Task) -> tuple[Outcome, Result | None]:
         """Ask the environment what a rollout is worth that a limit has ended."""
@@ -309,7 +314,7 @@ class _Run:
             if isinstance(error, asyncio.CancelledError):
                 why = f"not scored within {left:g} s (limits.score_s)"
             else:
-                why = f"not scored: {_text(error)}"
+                why = f"not scored: {text_of(error)}"
             result = None
         else:
             why = "" if result is not None else "not scored: the environment does not score what is cut short"
@@ -352,32 +357,30 @@ class _Run:
     def _judge(self, result: Any) -> tuple[Outcome, Result | None]:
         model = self._model
         if not isinstance(result, Result):
-            return _failed(
-                "environment", f"rollout() returned {type(result).__name__}; expected Result"
-            ), None
+            return failed("environment", f"rollout() returned {type(result).__name__}; expected Result"), None
         if not model.recorder.sampled_tokens:
             turns = len(model.recorder.turns)
-            return _failed("empty", f"{turns} model calls sampled no token"), result
+            return failed("empty", f"{turns} model calls sampled no token"), result
         limit = result.truncated or model.cut
-        if limit is not None and limit not in _LIMITS:
-            return _no_limit(limit), None
+        if limit is not None and limit not in LIMITS:
+            return no_limit(limit), None
         if limit is not None:
             model.limit = limit
             model.limit_text = "the environment's own limit" if result.truncated else f"answer cut by {limit}"
             return self._truncated(result)
-        scored, why = _scored(result)
-        return (_failed("unscored", why) if why else COMPLETED), scored
+        scored, why = as_numbers(result)
+        return (failed("unscored", why) if why else COMPLETED), scored
 
     def _truncated(self, result: Any, why: str = "") -> tuple[Outcome, Result | None]:
         model = self._model
         if result is not None:
             if isinstance(result, Result):
-                result, problem = _scored(result)
+                result, problem = as_numbers(result)
                 why = f"not scored: {problem}" if problem else why
             else:
                 result, why = None, f"not scored: {type(result).__name__} returned; expected Result"
         detail = f"{model.limit_text}; {why}" if why else model.limit_text
-        return Outcome("truncated", model.limit, cut_text(detail, _MOST_TEXT)), result
+        return Outcome("truncated", model.limit, cut_text(detail, MOST_TEXT)), result
 
     def _record(self, outcome: Outcome, result: Result | None) -> Rollout:
         model, command = self._model, self._command
@@ -396,10 +399,10 @@ class _Run:
             model_s=model.model_s,
             gate_s=model.gate_s,
             messages=model.messages(),
-            turn_rewards=_by_turn(said.turn_rewards, len(model.recorder.turns)),
+            turn_rewards=by_turn(said.turn_rewards, len(model.recorder.turns)),
             role=said.role,
             trains=said.trains,
-            info=_storable(said.info) if said.info else said.info,
+            info=storable(said.info) if said.info else said.info,
         )
 
     # ── making it end ──
@@ -449,63 +452,3 @@ class _Run:
 async def _abort(engine: Engine, request_id: str) -> None:
     with contextlib.suppress(EngineError):  # the request is then cancelled, STOP_S later
         await engine.abort(request_id)
-
-
-def _scored(result: Result) -> tuple[Result, str]:
-    """The result with plain numbers, and what is wrong with its reward, if anything is."""
-    try:
-        reward = None if result.reward is None else float(result.reward)
-        rewards = {str(k): float(v) for k, v in result.rewards.items()} if result.rewards else {}
-        metrics = {str(k): float(v) for k, v in result.metrics.items()} if result.metrics else {}
-        turn_rewards = tuple([float(earned) for earned in result.turn_rewards]) if result.turn_rewards else ()
-    except (
-        Exception
-    ) as error:  # anybody's objects are asked here: an integer too large for a float, no mapping
-        return Result(None, info=result.info), f"rewards and metrics must be numbers by name: {_text(error)}"
-    why = ""
-    if reward is None:
-        why = "the environment gave no reward" if result.trains else ""
-    elif not math.isfinite(reward):
-        reward, why = None, f"the reward is {reward}"
-    made = {"rewards": rewards, "metrics": metrics, "turn_rewards": turn_rewards}
-    return msgspec.structs.replace(result, reward=reward, **made), why
-
-
-def _by_turn(rewards: tuple[float, ...], turns: int) -> tuple[float, ...] | None:
-    """One reward a turn; a turn that was cut short before it was judged earned nothing."""
-    return (*rewards, *[0.0] * (turns - len(rewards))) if rewards else None
-
-
-def _no_limit(named: object) -> Outcome:
-    """A record with a limit that is none could not be read again, nor could those that are stored beside it."""
-    return _failed("environment", f"truncated by {named!r}; expected one of {', '.join(_LIMITS)}")
-
-
-def _failure(error: BaseException) -> tuple[Outcome, Result | None]:
-    if isinstance(error, asyncio.CancelledError):
-        return Outcome("cancelled", "self", "the environment raised CancelledError by itself"), None
-    return _failed(cause_of(error), _text(error)), None
-
-
-def _failed(cause: FailureCause, detail: str) -> Outcome:
-    return Outcome("failed", cause, cut_text(detail, _MOST_TEXT))
-
-
-def _text(error: BaseException) -> str:
-    if isinstance(error, BaseExceptionGroup):
-        return "; ".join(map(_text, error.exceptions))
-    if isinstance(error, ModelCallFailed):
-        return str(error)  # as the member has it whose call it was
-    return said_by(error)
-
-
-def _storable(info: dict[str, Any]) -> dict[str, Any]:
-    """`info`, if a journal can hold it."""
-    try:
-        msgspec.msgpack.encode(info)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        return {"not_stored": f"info is not JSON-like: {error}"}
-    return info
-
-
-_NOTHING: Final = Result(None)
