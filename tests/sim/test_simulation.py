@@ -50,6 +50,16 @@ def test_a_run_ends_as_a_real_one_does_with_every_step_trained() -> None:
     assert [e.step for _, e, _ in kept.entries if isinstance(e, on.StepTrained)] == [1, 2, 3, 4]
 
 
+def test_a_load_that_failed_may_succeed_when_it_is_tried_again_at_once() -> None:
+    kept = Kept()
+    simulation(
+        weights=WeightsModel(load_s=0.0), faults=FaultModel(load=0.3), max_steps=12, folds=[kept], seed=1
+    ).run()
+    loads = [e for _, e, _ in kept.entries if isinstance(e, on.WeightsLoaded)]
+    failed = sum(load.error is not None for load in loads)
+    assert 0 < failed < 0.6 * len(loads)
+
+
 def test_policies_meet_the_same_rollouts() -> None:
     lengths = []
     for cap in (3, 8):

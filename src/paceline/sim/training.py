@@ -5,6 +5,7 @@ ShipBatch ─▶ shipped ─▶ trained ─▶ PolicyPublished        UpdateWeig
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from paceline.core.streams import key, uniform
@@ -37,6 +38,8 @@ class Training:
         """Steps taken."""
         self.updates: dict[EngineId, tuple[do.UpdateWeights, float]] = {}
         """Weights that engines are about to load, and since when; they may still be finishing a step."""
+        self._loads: Counter[EngineId] = Counter()
+        """Tries to load weights that a fault may have hit."""
         self._train_free_at = 0.0
         self._ship_free_at = 0.0
 
@@ -106,7 +109,8 @@ class Training:
         if was_lost:
             error = "connection refused"
         elif self._faults.load:
-            base = key(self._fault_key, "load", name, command.version, round(simulation.now * 1e6))
+            self._loads[name] += 1  # drawn anew at each try, also of one moment
+            base = key(self._fault_key, "load", name, self._loads[name])
             if uniform(base, 0) < self._faults.load:
                 error = "a modelled load failed"
         if not was_lost:
