@@ -15,7 +15,7 @@ from paceline.errors import InvariantError
 
 def flight(number: int, split: str = "train") -> Flight:
     task = TaskRef("env", "eval" if split == "eval" else "train", number)
-    return Flight(RolloutId(number, 0), task, "e0", 0.0, StreamAccount())
+    return Flight(RolloutId(number, 0), task, "e0", 0.0, StreamAccount(), 0.0)
 
 
 @given(

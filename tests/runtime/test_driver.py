@@ -585,6 +585,18 @@ def test_a_part_that_cancels_itself_ends_the_run_by_its_name() -> None:
         )
 
 
+def test_code_that_cancels_whatever_tasks_it_finds_ends_the_run_and_leaves_no_rollout_behind() -> None:
+    async def cancels(task: Task, model: Model, ctx: Context) -> Result:
+        await ctx.sleep(3)
+        for found in asyncio.all_tasks():
+            if found.get_name() == "rollouts":
+                found.cancel()
+        return await one_call(task, model, ctx)
+
+    with pytest.raises(ComponentFailed, match="the rollouts failed: CancelledError"):
+        run_driver(setup_for(seq_len=512), {"env": ScriptedEnv(cancels)}, max_seconds=1000)
+
+
 def test_an_environments_own_time_limits_are_no_failures_of_its_engine() -> None:
     async def impatient(task: Task, model: Model, ctx: Context) -> Result:
         with contextlib.suppress(TimeoutError):

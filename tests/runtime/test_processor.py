@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -83,10 +84,12 @@ def processed_soon(algorithm: Algorithm, closed: ClosedGroup) -> list[GroupProce
     async def main() -> list[GroupProcessed] | None:
         told: list[GroupProcessed] = []
         how = EnvProcessing(GroupRules(env="env", seq_len=64), algorithm)
-        if not GroupProcessor({"env": how}, Inline()).process_soon(closed, told.append):
+        failed: list[BaseException] = []
+        if not GroupProcessor({"env": how}, Inline()).process_soon(closed, told.append, failed.append):
             return None
         assert not told, "not inside the call: whoever closed the group is not done"
         await asyncio.sleep(0)
+        assert not failed
         return told
 
     return run_virtual(main())
@@ -100,7 +103,13 @@ def test_a_small_group_whose_algorithm_asks_for_nothing_is_processed_on_the_loop
     assert [verdict.advantage for verdict in answer.result.verdicts] == [1.0, -1.0]
 
 
-@pytest.mark.parametrize("error", [ValueError("no"), asyncio.CancelledError("no"), StopIteration("no")])
+class Panic(BaseException):
+    """What a library in another language raises."""
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("no"), asyncio.CancelledError("no"), StopIteration("no"), Panic("no")]
+)
 def test_what_an_algorithm_raises_on_the_loop_fails_its_group(error: BaseException) -> None:
     told = processed_soon(Leaves(error), group())
     assert told is not None
@@ -108,6 +117,44 @@ def test_what_an_algorithm_raises_on_the_loop_fails_its_group(error: BaseExcepti
     assert answer.error is not None
     assert type(error).__name__ in answer.error
     assert [verdict.fate for verdict in answer.result.verdicts] == ["failed", "failed"]
+
+
+async def test_a_fault_of_ours_in_a_group_is_told_and_does_not_leave_it_unanswered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def breaks(*_: Any) -> None:
+        raise LookupError("ours")
+
+    monkeypatch.setattr("paceline.runtime.processor.broken_group", breaks)
+    how = EnvProcessing(GroupRules(env="env", seq_len=64), Leaves(ValueError("no")))
+    failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+    assert GroupProcessor({"env": how}, Inline()).process_soon(group(), pytest.fail, failed.set_result)
+    async with asyncio.timeout(30):
+        assert str(await failed) == "ours"
+
+
+SET_BY: ContextVar[str] = ContextVar("SET_BY", default="nobody")
+
+
+async def test_an_algorithm_finds_nothing_of_what_an_environment_has_set_in_its_context() -> None:
+    found: list[str] = []
+
+    class Looks(Leaves):
+        def advantages(self, view: GroupView, replies: Sequence[Any]) -> Advantages:
+            found.append(SET_BY.get())
+            return super().advantages(view, replies)
+
+    processor = GroupProcessor({"env": EnvProcessing(GroupRules(env="env", seq_len=64), Looks())}, Inline())
+    told: asyncio.Future[GroupProcessed] = asyncio.get_running_loop().create_future()
+
+    async def rollout() -> None:
+        SET_BY.set("an environment")
+        assert processor.process_soon(group(), told.set_result, pytest.fail)
+
+    async with asyncio.timeout(30):
+        await asyncio.create_task(rollout())
+        await told
+    assert found == ["nobody"]
 
 
 @pytest.mark.parametrize(

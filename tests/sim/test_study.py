@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -106,28 +105,25 @@ def test_a_cell_repeats_and_overlapping_takes_less_time(tmp_path: Path) -> None:
     assert page("small", cells, ()).startswith("<!doctype html>")
 
 
+POOL = """
+import os, time
+from paceline.cli.studies import processes_of
+
+if __name__ == "__main__":
+    with processes_of(1) as pool:
+        print(pool.submit(os.getpid).result(), flush=True)
+        pool.submit(time.sleep, 3600).result()
+"""
+
+
 def test_processes_of_a_study_end_with_one_that_is_killed(tmp_path: Path) -> None:
-    path = tmp_path / "long.toml"
-    path.write_text(SMALL.replace("seeds = 2", "seeds = 4").replace("steps = 2", "steps = 100000"), "utf-8")
-    paceline = subprocess.Popen([sys.executable, "-m", "paceline", "simulate", str(path), "--processes", "2"])
-    workers: list[psutil.Process] = []
-    try:
-        busy = 2.0  # seconds of CPU: they are in the middle of a cell
-        while len(workers) < 2 or any(sum(worker.cpu_times()[:2]) < busy for worker in workers):
-            assert paceline.poll() is None, "the study goes on for long"
-            time.sleep(0.1)
-            workers = [
-                child
-                for child in psutil.Process(paceline.pid).children()
-                if "spawn_main" in str(child.cmdline())
-            ]
-        paceline.kill()
-        paceline.wait()
-        assert psutil.wait_procs(workers, timeout=60)[1] == []
-    finally:
-        for process in (paceline, *workers):
-            if isinstance(process, subprocess.Popen) or process.is_running():
-                process.kill()
+    path = tmp_path / "pool.py"
+    path.write_text(POOL, "utf-8")
+    with subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        worker = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    assert psutil.wait_procs([worker], timeout=240)[1] == []
 
 
 def test_what_is_wrong_with_a_study_is_named(tmp_path: Path) -> None:

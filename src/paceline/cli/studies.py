@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, InvariantError
 from paceline.journal import read_journal
 from paceline.sim.cells import Cell, run_cell
 from paceline.sim.page import page
@@ -53,10 +53,7 @@ def simulate(
             if progress is not None:
                 progress(len(cells), len(jobs))
         return cells
-    # Not forked: a parent may have threads.
-    with ProcessPoolExecutor(
-        count, mp_context=get_context("spawn"), initializer=_end_with_the_parent
-    ) as pool:
+    with processes_of(count) as pool:
         for cell in pool.map(_run, jobs):
             cells.append(cell)
             if progress is not None:
@@ -64,13 +61,19 @@ def simulate(
     return cells
 
 
+def processes_of(count: int) -> ProcessPoolExecutor:
+    """Not forked, since whoever asks may have threads. They end with it, also when it is killed."""
+    return ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_end_with_the_parent)
+
+
 def _end_with_the_parent() -> None:
-    """A process of the pool hears nothing of a parent that was killed: it would go on for hours, and then wait for ever."""
+    """A process of a pool hears nothing of a parent that was killed: it would go on for hours, and then wait for ever."""
     parent = parent_process()
+    if parent is None:
+        raise InvariantError("only a child can end with its parent")
 
     def watch() -> None:
-        if parent is not None:
-            parent.join()
+        parent.join()
         os._exit(1)
 
     Thread(target=watch, name="parent watch", daemon=True).start()

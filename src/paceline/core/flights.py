@@ -22,6 +22,8 @@ class Flight(msgspec.Struct, eq=False, gc=False):
     engine: EngineId
     started: float
     account: StreamAccount
+    waits_since: float
+    """When it began to do something else than call an engine: its start, or its last call's end."""
     stood: Standing = msgspec.field(default_factory=Standing)
     sampled: int = 0
     """Tokens sampled so far, as the engine requests reported them."""
@@ -63,8 +65,6 @@ class Flight(msgspec.Struct, eq=False, gc=False):
     reserved: int = 0
     """The scheduling policy's: KV tokens that it counts on for it."""
     granted_at: float = 0.0
-    waits_since: float = 0.0
-    """When it began to do something else than call an engine: its start, or its last call's end."""
 
     def age(self, now: float) -> float:
         """Seconds that it has run, without those that it waited to go on after a restart."""

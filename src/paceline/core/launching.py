@@ -419,7 +419,7 @@ class Launcher:
         if task.split == "train":
             self.breakers.started(rollout, task.env)
         now = self._out.now
-        flight = Flight(rollout, task, engine.id, now, account, waits_since=now)
+        flight = Flight(rollout, task, engine.id, now, account, now)
         engine.add(flight)
         self._flights.add(flight)
         if self._learner is not None:

@@ -639,7 +639,7 @@ class Core:
         for row in state["flights"]:
             left = UnderWay.restore(row)
             account = self.account.of(left.task.split, left.task.env)
-            flight = Flight(left.id, left.task, "", left.started, account, waits_since=left.started)
+            flight = Flight(left.id, left.task, "", left.started, account, left.started)
             flight.sampled, flight.requests, flight.stood = left.sampled, left.requests, left.stood
             flight.late = left.late
             self.continuing.left(flight, left.oldest)

@@ -1,7 +1,7 @@
 """The loop that everything hangs on: events to the core, its commands to the world.
 
     rollout tasks ─┐                       ┌─▶ start / cancel a rollout task, open a turn gate
-    engine updates ├─▶ inbox ─▶ core.handle ─▶ journal, folds ─▶ perform ─┼─▶ process a group in a thread
+    engine updates ├─▶ inbox ─▶ core.handle ─▶ journal, folds ─▶ perform ─┼─▶ process a group
     watcher, loads ┘     (inside `post`, or                               ├─▶ pack and ship, in order
                           in slices of 2 ms)                              └─▶ update an engine, save, wake
 
@@ -31,7 +31,7 @@ from paceline.errors import EngineBusy, EngineUnavailable, InvariantError, Pacel
 from paceline.ports import BatchSink, Engine, Journal, PolicySource
 from paceline.runtime.inbox import Gates, Inbox
 from paceline.runtime.model import Launch
-from paceline.runtime.offload import Offload, is_cancelled
+from paceline.runtime.offload import SLICE_S, Offload, is_cancelled
 from paceline.runtime.processor import Processor
 from paceline.runtime.room import Room
 from paceline.runtime.runner import RolloutRunner
@@ -42,9 +42,6 @@ _Decision: TypeAlias = tuple[float, Event, Sequence[Command]]
 
 _UNDER_WAY = frozenset({do.GrantTurn, do.ParkRollout})
 """Commands that let a rollout that runs go on, or take it off its engine."""
-
-_SLICE_S = 0.002
-"""Longest stretch of draining before the loop gets a turn; performance.md's measured lags come from none."""
 
 
 class Fold(Protocol):
@@ -86,7 +83,7 @@ class Driver:
         folds: Sequence[Fold] = (),
         clock: Callable[[], float] | None = None,
         step_limit_s: float = float("inf"),
-        slice_s: float = _SLICE_S,
+        slice_s: float = SLICE_S,
         revive: Callable[[EngineId], Coroutine[Any, Any, on.EngineJoined]] | None = None,
         durable_first: bool = False,
         room: Room | None = None,
@@ -309,13 +306,16 @@ class Driver:
     async def _roll_out(self, command: Launch) -> None:
         try:
             rollout = await self._runner.run(command)
-        except Exception as error:  # it answers with a record, whatever happens: this is our bug
+            self._gates.forget(command.rollout)
+            self._inbox.post(on.RolloutEnded(rollout))
+        except BaseException as error:  # it answers with a record, whatever happens: this is our bug
+            if isinstance(error, asyncio.CancelledError) and self._finish.done():
+                raise
             self._failed("rollout runner", error)
-            return
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
         finally:
-            del self._rolling[command.rollout]
-        self._gates.forget(command.rollout)
-        self._inbox.post(on.RolloutEnded(rollout))
+            self._rolling.pop(command.rollout, None)
 
     async def _stand_for_rollouts(self) -> None:
         """Stands for the rollouts in the group of tasks: ends when the run has ended and they have; when it is cancelled, they
@@ -324,7 +324,11 @@ class Driver:
         while waits_for:
             try:
                 await asyncio.wait(waits_for)
-            except asyncio.CancelledError:
+            except asyncio.CancelledError as error:
+                if (
+                    not self._finish.done()
+                ):  # by code of an environment, which may cancel whatever task it finds
+                    self._failed("rollouts", error)
                 for task in self._rolling.values():
                     task.cancel()
             waits_for = [task for task in self._rolling.values() if not task.done()]
@@ -337,8 +341,9 @@ class Driver:
         self._runner.park(command.rollout)
 
     def _process_group(self, command: do.ProcessGroup) -> None:
-        if not self._processor.process_soon(command.group, self._inbox.post):
-            self._spawn("group processor", lambda: self._processor.process(command.group))
+        name = "group processor"
+        if not self._processor.process_soon(command.group, self._inbox.post, partial(self._failed, name)):
+            self._spawn(name, lambda: self._processor.process(command.group))
 
     def _update_weights(self, command: do.UpdateWeights) -> None:
         async def update() -> on.WeightsLoaded:

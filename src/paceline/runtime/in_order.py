@@ -33,7 +33,12 @@ class InOrder:
         self._on_note = on_note
         self._waiting: dict[GroupId, asyncio.Future[None]] = {}
 
-    def process_soon(self, group: ClosedGroup, tell: Callable[[GroupProcessed], None]) -> bool:
+    def process_soon(
+        self,
+        group: ClosedGroup,
+        tell: Callable[[GroupProcessed], None],
+        fail: Callable[[BaseException], None],
+    ) -> bool:
         return False  # it may have to wait for others
 
     async def process(self, group: ClosedGroup) -> GroupProcessed:

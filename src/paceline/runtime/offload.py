@@ -6,10 +6,14 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from time import perf_counter
 from typing import ParamSpec, Protocol, TypeVar
 
 from paceline.errors import said_by
+
+SLICE_S = 0.002
+"""Longest stretch of work on the loop before it gets a turn; performance.md's measured lags come from none."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -23,10 +27,14 @@ def is_cancelled() -> bool:
 
 def carried(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     """Call it. What a future cannot carry, or would carry as an order to somebody else, comes as a RuntimeError: anybody's
-    algorithm may raise StopIteration, by a bare `next`, or SystemExit."""
+    algorithm may raise StopIteration, by a bare `next`, SystemExit, or what a library in another language calls a panic."""
     try:
         return function(*args, **kwargs)
-    except (StopIteration, asyncio.CancelledError, SystemExit, GeneratorExit) as error:
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) or (
+            isinstance(error, Exception) and not isinstance(error, StopIteration)
+        ):
+            raise
         raise RuntimeError(f"{said_by(error)} was raised") from error
 
 
@@ -58,18 +66,22 @@ class Threads:
 class Slices:
     """On the loop, in slices: for pieces well below a slice, whose hop to a thread would cost more than they do."""
 
-    def __init__(self, slice_s: float = 0.002) -> None:
+    def __init__(self, slice_s: float = SLICE_S) -> None:
         self._slice_s = slice_s
         self._work: deque[Callable[[], None]] = deque()
         self._scheduled = False
+        # Work is asked for inside an environment's task: what it has set in its context stays its own.
+        self._context = copy_context()
 
     def add(self, work: Callable[[], None]) -> None:
         """Do it soon; it raises nothing. Call on a running loop."""
         self._work.append(work)
         if not self._scheduled:
-            self._scheduled = True
-            loop = asyncio.get_running_loop()
-            loop.call_soon(self._slice, loop)
+            self._schedule(asyncio.get_running_loop())
+
+    def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._scheduled = True
+        loop.call_soon(self._slice, loop, context=self._context.copy())
 
     async def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
@@ -92,9 +104,9 @@ class Slices:
                 if perf_counter() > until:
                     break
         finally:  # whatever one did that raises all the same, the others are done
-            self._scheduled = bool(self._work)
-            if self._scheduled:
-                loop.call_soon(self._slice, loop)
+            self._scheduled = False
+            if self._work:
+                self._schedule(loop)
 
     def close(self) -> None:
         """Nothing to close."""

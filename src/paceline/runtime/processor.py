@@ -18,11 +18,11 @@ from paceline.core.processing import (
     service_requests,
 )
 from paceline.domain.events import GroupProcessed
-from paceline.domain.group import ClosedGroup, GroupResult
+from paceline.domain.group import ClosedGroup
 from paceline.domain.ids import EnvName
 from paceline.errors import said_by
 from paceline.ports import Services
-from paceline.runtime.offload import Offload, Slices, carried, is_cancelled
+from paceline.runtime.offload import SLICE_S, Offload, Slices, carried, is_cancelled
 
 SERVICE_CALLS = 64
 """Requests of all algorithms under way at once."""
@@ -45,9 +45,14 @@ class EnvProcessing(msgspec.Struct, frozen=True):
 class Processor(Protocol):
     """Answers `ProcessGroup`."""
 
-    def process_soon(self, group: ClosedGroup, tell: Callable[[GroupProcessed], None]) -> bool:
+    def process_soon(
+        self,
+        group: ClosedGroup,
+        tell: Callable[[GroupProcessed], None],
+        fail: Callable[[BaseException], None],
+    ) -> bool:
         """Process it on the loop, soon, and tell the answer, if that needs neither a thread nor I/O; False where it does.
-        It costs a third of what a task around `process` does."""
+        It costs a third of what a task around `process` does. `fail` hears of what is a bug of ours."""
         ...
 
     async def process(self, group: ClosedGroup) -> GroupProcessed: ...
@@ -57,15 +62,26 @@ class GroupProcessor:
     """Answers `ProcessGroup` with exactly one `GroupProcessed`, whatever the algorithm or its services raise."""
 
     def __init__(
-        self, envs: Mapping[EnvName, EnvProcessing], offload: Offload, services: Services | None = None
+        self,
+        envs: Mapping[EnvName, EnvProcessing],
+        offload: Offload,
+        services: Services | None = None,
+        *,
+        slice_s: float = SLICE_S,
     ) -> None:
+        """`slice_s`: longest stretch of small groups; infinite where runs must repeat, since it is measured in real time."""
         self._envs = envs
         self._offload = offload
-        self._slices = Slices()
+        self._slices = Slices(slice_s)
         self._services = services
         self._calls = asyncio.Semaphore(SERVICE_CALLS)
 
-    def process_soon(self, group: ClosedGroup, tell: Callable[[GroupProcessed], None]) -> bool:
+    def process_soon(
+        self,
+        group: ClosedGroup,
+        tell: Callable[[GroupProcessed], None],
+        fail: Callable[[BaseException], None],
+    ) -> bool:
         how = self._envs[group.task.env]
         if not (_is_small(group) and asks_nothing(how.algorithm)):
             return False
@@ -73,10 +89,14 @@ class GroupProcessor:
 
         def work() -> None:
             try:
-                result, text = carried(process_group, group, how.rules, how.algorithm), None
-            except Exception as error:
-                text = said_by(error)
-                result = broken_group(group, text)
+                try:
+                    result, text = carried(process_group, group, how.rules, how.algorithm), None
+                except Exception as error:
+                    text = said_by(error)
+                    result = broken_group(group, text)
+            except Exception as error:  # nobody else would hear of it, and the group never be answered
+                fail(error)
+                return
             tell(GroupProcessed(result, time.perf_counter() - began, text))
 
         self._slices.add(work)
@@ -89,7 +109,7 @@ class GroupProcessor:
             asked = carried(service_requests, group, how.rules, how.algorithm)
             replies = await self._fetch(asked) if asked else ()
             offload = self._slices if _is_small(group) else self._offload
-            result = await offload.run(_processed, group, how, replies)
+            result = await offload.run(process_group, group, how.rules, how.algorithm, replies)
         except asyncio.CancelledError:
             raise
         except Exception as error:
@@ -129,14 +149,6 @@ class GroupProcessor:
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None  # the others were cancelled: their answers are of no use
         return tuple([task.result() for task in tasks])
-
-
-def _processed(group: ClosedGroup, how: EnvProcessing, replies: tuple[Any, ...]) -> GroupResult:
-    try:
-        return process_group(group, how.rules, how.algorithm, replies)
-    except asyncio.CancelledError as error:
-        # Taken for a cancellation of whoever waits, it would leave the group without an answer.
-        raise RuntimeError(f"algorithm {how.algorithm.name!r} raised CancelledError by itself") from error
 
 
 def _is_small(group: ClosedGroup) -> bool:

@@ -186,7 +186,7 @@ def run_driver(
             )
             for spec in setup.train
         }
-        processor = GroupProcessor(processing, Inline())
+        processor = GroupProcessor(processing, Inline(), slice_s=inf)
         in_order = InOrder(processor, core, run.notes.append) if core.scheduling.repeats else None
         watched = [_Watched(setup, core, made, resumed=state is not None)]
         made_room = Room(

@@ -26,7 +26,7 @@ class Held:
 
 
 def flight(sampled: int = 100, started: float = 0.0, number: int = 0) -> Flight:
-    made = Flight(RolloutId(number, 0), TaskRef("env", "train", 0), "e0", started, StreamAccount())
+    made = Flight(RolloutId(number, 0), TaskRef("env", "train", 0), "e0", started, StreamAccount(), started)
     made.sampled = sampled
     return made
 
