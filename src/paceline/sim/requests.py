@@ -197,7 +197,8 @@ def _add(life: _Life, found: EngineTime, max_batched_tokens: int) -> None:
 
 
 def _moments(life: _Life) -> list[_Moment]:
-    """At which a call comes or ends."""
+    """At which a call comes or ends. One in whose time the engine did nothing but take weights is left out: granted in the moment in
+    which a load begins, or to an engine that was taken out while it loads and has joined again, and over before the load is."""
     # A change of weights comes before both.
     seen: list[tuple[float, int, _Call | None, bool]] = [(at, -1, None, works) for at, works in life.changes]
     for call in life.calls:
@@ -205,6 +206,7 @@ def _moments(life: _Life) -> list[_Moment]:
             seen += [(call.ended, _ENDS, call, False), (call.came, _COMES, call, False)]
     seen.sort(key=lambda moment: moment[:2])
     moments: list[_Moment] = []
+    unserved: set[_Call] = set()
     worked, works, before = 0.0, True, 0.0
     for at, what, changed, works_now in seen:
         if works:
@@ -217,8 +219,10 @@ def _moments(life: _Life) -> list[_Moment]:
             changed.came = worked
         elif worked > changed.came:
             changed.rate = changed.sampled / (worked - changed.came)
+        else:
+            unserved.add(changed)
         moments.append((worked, what, changed))
-    return moments
+    return [moment for moment in moments if moment[2] not in unserved]
 
 
 def _entries(moments: Iterable[_Moment], max_batched_tokens: int) -> list[_Moment]:
