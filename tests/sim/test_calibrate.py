@@ -12,14 +12,16 @@ from sim_kit import Kept, simulation
 from paceline.cli.main import main
 from paceline.core.admission import FixedCap
 from paceline.core.streams import key, uniform
-from paceline.domain.commands import StartRollout
+from paceline.domain import events as on
+from paceline.domain.commands import GrantTurn, StartRollout
+from paceline.domain.ids import RolloutId
 from paceline.errors import ConfigError
 from paceline.journal import FileJournal
-from paceline.sim.calibrate import Calibration, calibrate
+from paceline.sim.calibrate import Calibration, calibrate, recorded_engines, sums_of
 from paceline.sim.engine import Speed
 from paceline.sim.plan import RolloutPlan
 from paceline.sim.recorded_world import recorded_world
-from paceline.sim.requests import Record
+from paceline.sim.requests import Record, Stretch
 from paceline.sim.world import TrainerModel, WeightsModel
 
 TRUTH = Speed(kv_tokens=400_000, max_model_len=40_000, kv_s=3e-7)
@@ -182,24 +184,85 @@ def test_runs_with_other_batches_tell_a_step_of_the_trainer_from_its_tokens() ->
     assert found.trainer.publish_s == pytest.approx(0.5)
 
 
+def one_by_one(seconds: list[float]) -> list[Record]:
+    """Requests of ten tokens, each asked for when the one before is over; no engine says that it is there."""
+    records: list[Record] = []
+    at = 0.0
+    for group, took in enumerate(seconds):
+        rollout = RolloutId(group, 0)
+        records.append((at, on.TurnRequested(rollout, 0, 10), (GrantTurn(rollout, "e0", 0),)))
+        at += took
+        records.append((at, on.SegmentEnded(rollout, "e0", ((0, 10),), "stop"), ()))
+    return records
+
+
+def test_the_error_of_a_request_is_of_those_that_were_not_fitted_to() -> None:
+    """The first request is a sum, then two are, and every other sum is fitted. Two take two seconds, and in some both as long."""
+    even, uneven = [1.0, 1.0], [0.5, 1.5]
+
+    def error(fitted: list[float], others: list[float]) -> float:
+        return calibrate(one_by_one([1.0, *(others + fitted) * 15, *others, 1.0])).error
+
+    assert error(fitted=uneven, others=even) == pytest.approx(0.0, abs=1e-6)
+    # With the last one, which is as it was told.
+    assert error(fitted=even, others=uneven) == pytest.approx(16 / 33 * ((1 / 0.5 - 1) + (1 - 1 / 1.5)))
+
+
+def test_the_last_stretch_makes_no_sum_by_itself() -> None:
+    one = Stretch(1.0, 10.0, 10.0, 0.0, 0.0, 0.0, 0.0, 1.0)
+    for number, sums in [(40, 24), (48, 24), (64, 32), (65, 33)]:
+        assert len(set(sums_of([one] * number).tolist())) == sums
+    assert sums_of([one] * 64).tolist()[-4:] == [30, 31, 31, 31]
+
+
 def test_a_journal_with_too_little_in_it_is_refused() -> None:
     with pytest.raises(ConfigError, match="holds 0 whole engine requests"):
         calibrate([])
-    with pytest.raises(ConfigError, match="holds 0 trained steps after the first"):
+    with pytest.raises(ConfigError, match="holds 0 trained steps that count"):
         recorded_world(recorded(steps=1))
+    with pytest.raises(ConfigError, match="holds 128 records, and no engine joins in them"):
+        recorded_engines(one_by_one([1.0] * 64))
 
 
-def test_the_command_line_prints_the_engine_and_the_rest_of_a_study(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    async def write(run: Path, records: list[Record]) -> None:
+def write(run: Path, records: list[Record]) -> None:
+    async def append() -> None:
         journal = FileJournal(run, "run")
         for record in records:
             journal.append(*record)
         await journal.close()
 
-    asyncio.run(write(tmp_path / "long", recorded(steps=6)))
-    asyncio.run(write(tmp_path / "short", recorded(steps=1)))
+    asyncio.run(append())
+
+
+@pytest.mark.parametrize(
+    ("share", "error"),
+    [
+        (0.0, "holds 0 whole engine requests"),
+        (0.5, "holds 0 whole engine requests"),
+        (None, "holds no journal"),
+    ],
+)
+def test_a_run_without_a_whole_journal_is_one_error(
+    share: float | None, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "run", one_by_one([1.0] * 64))
+    (log,) = (tmp_path / "run").rglob("*.log")
+    if share is None:
+        log.unlink()
+    else:
+        log.write_bytes(log.read_bytes()[: int(share * log.stat().st_size)])
+    assert main(["calibrate", str(tmp_path / "run")]) != 0
+    told = capsys.readouterr()
+    assert error in told.err
+    assert told.err.count("error: ") == 1
+    assert not told.out
+
+
+def test_the_command_line_prints_the_engine_and_the_rest_of_a_study(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "long", recorded(steps=6))
+    write(tmp_path / "short", recorded(steps=1))
     assert main(["calibrate", str(tmp_path / "long"), str(tmp_path / "short")]) == 0
     said = capsys.readouterr().out
     assert "a sequence in it" in said
@@ -207,6 +270,6 @@ def test_the_command_line_prints_the_engine_and_the_rest_of_a_study(
     assert main(["calibrate", str(tmp_path / "short")]) == 0
     assert "to tell what one costs takes 3" in capsys.readouterr().out
     assert main(["calibrate", "--max-batched-tokens", "0", str(tmp_path / "short")]) != 0
-    assert "a step holds at least one token" in capsys.readouterr().err
+    assert "'0' is no whole number of at least 1" in capsys.readouterr().err
     assert main(["calibrate", str(tmp_path / "nowhere")]) != 0
     assert "no run at" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from paceline.cli.options import positive
 from paceline.errors import ConfigError
 from paceline.journal import read_journal
 from paceline.sim.calibrate import Calibration, calibrate
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-batched-tokens",
-        type=int,
+        type=positive,
         default=8192,
         help="most tokens of one step of the engines: a longer prompt took several (default: %(default)s)",
     )
@@ -36,8 +37,6 @@ def run(args: argparse.Namespace) -> int:
     for each in runs:
         if not each.is_dir():
             raise ConfigError(f"no run at {str(each)!r}: give the directory of a run")
-    if args.max_batched_tokens < 1:
-        raise ConfigError(f"--max-batched-tokens {args.max_batched_tokens}: a step holds at least one token")
     _show_engines(calibrate(_records(runs), args.max_batched_tokens))
     try:
         world = recorded_world(_records(runs))
@@ -64,7 +63,7 @@ def _show_engines(found: Calibration) -> None:
     print(f"a request            {1e3 * found.request_s:>10.3f} ms   to take it in and answer it")
     print(
         f"error                {found.total_error:>+10.1%}      of the half of the seconds that it was not fitted to; "
-        f"{found.error:.1%} of those of one of {found.requests} requests"
+        f"{found.error:.1%} of a request that ends in it, on the mean ({found.requests} requests in all)"
     )
 
 

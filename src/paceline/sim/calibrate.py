@@ -6,7 +6,7 @@ what a request costs on top.
 
 in each of many sums over its time (`sim/requests.py`). Where every sequence of a step costs as much as the longest, `context` is
 that (`Speed.pads`): both are fitted, and the one that tells more is taken. By least squares of the relative error with no
-constant below nought, to every other sum; the error is that of the rest. A second counts as much as another, however many requests
+constant below nought, to every other sum; the errors are of the rest. A second counts as much as another, however many requests
 ran in it. With what the engines said of themselves that makes a modelled engine (`recorded_engines`), on which other workloads
 and policies can be tried before they are run.
 
@@ -17,6 +17,7 @@ from what a sequence does. `docs/simulator.md` names a set of loads that tell al
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import ceil
 
 import msgspec
 import numpy as np
@@ -59,8 +60,10 @@ class Calibration(msgspec.Struct, frozen=True):
     request_s: float
     """Taking a request in and answering it, while nothing is computed."""
     requests: int
+    """That ended by themselves."""
     error: float
-    """Mean relative error of a request's seconds."""
+    """Mean relative error of the seconds of a request, of those that end in sums that were not fitted to; a long one began in one that
+    was. The form of which it is less is taken (`pads`)."""
     total_error: float
     """Relative error of all the seconds that were not fitted to: what goodput is off by."""
 
@@ -103,6 +106,10 @@ def recorded_engines(records: Iterable[Record], max_batched_tokens: int = 8192) 
     for _, event, _ in kept:
         if isinstance(event, on.EngineJoined):
             infos.setdefault(event.info.id, event.info)
+    if not infos:
+        raise ConfigError(
+            f"the journal holds {len(kept)} records, and no engine joins in them: give a run that came as far as its engines"
+        )
     found = calibrate(kept, max_batched_tokens)
     first = next(iter(infos.values()))
     return RecordedEngines(found, len(infos), first.kv_tokens, first.max_model_len)
@@ -120,11 +127,16 @@ def calibrate(records: Iterable[Record], max_batched_tokens: int = 8192) -> Cali
 
 
 def _fitted(seen: EngineTime, pads: bool) -> Calibration:
-    design, took = _summed(seen.stretches, pads)
-    even = np.arange(len(took)) % 2 == 0
-    found = _constants(design[even], took[even])
-    rows, seconds = _rows(seen.requests, pads)
-    told = design[~even] @ found
+    rows, seconds = _rows(seen.stretches, pads)
+    ends_in = sums_of(seen.stretches)
+    firsts = np.flatnonzero(np.diff(ends_in, prepend=-1))
+    design, took = np.add.reduceat(rows, firsts), np.add.reduceat(seconds, firsts)
+    is_fitted = np.arange(len(took)) % 2 == 0
+    found = _constants(design[is_fitted], took[is_fitted])
+    told = design[~is_fitted] @ found
+    # Each stretch is up to the end of the request with its number.
+    ends_outside = ends_in % 2 == 1
+    rows, seconds = (each[ends_outside] for each in _rows(seen.requests, pads))
     fixed_s, above_s, context_s, token_s, attention_s, request_s = map(float, found)
     return Calibration(
         fixed_s,
@@ -134,20 +146,22 @@ def _fitted(seen: EngineTime, pads: bool) -> Calibration:
         token_s,
         attention_s,
         request_s,
-        requests=len(seconds),
+        requests=len(seen.requests),
         error=float(np.mean(np.abs(rows @ found / seconds - 1))),
-        total_error=float(told.sum() / took[~even].sum() - 1),
+        total_error=float(told.sum() / took[~is_fitted].sum() - 1),
     )
 
 
-def _summed(stretches: Sequence[Stretch], pads: bool) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Rows and seconds in sums over stretches that follow each other. What was computed in a short one is uncertain, above all
-    whose prefill, and a fit to uncertain rows makes cheap what is uncertain in them; in a sum it evens out."""
-    design, took = _rows(stretches, pads)
+def sums_of(stretches: Sequence[Stretch]) -> NDArray[np.intp]:
+    """int[N], which of the sums over stretches that follow each other each is in, from 0. What was computed in a short one is
+    uncertain, above all whose prefill, and a fit to uncertain rows makes cheap what is uncertain in them; in a sum it evens out."""
     answered = np.cumsum([each.steps / max(each.sequences, 1e-9) for each in stretches])
-    group = np.floor(answered / min(_GENERATIONS, answered[-1] / _GROUPS))
-    firsts = np.flatnonzero(np.diff(group, prepend=-1))
-    return np.add.reduceat(design, firsts), np.add.reduceat(took, firsts)
+    width = min(_GENERATIONS, answered[-1] / _GROUPS)
+    # The last stretch ends where the last sum does: it is of that one, and makes none by itself.
+    last = max(_GROUPS, ceil(answered[-1] / _GENERATIONS)) - 1
+    group = np.minimum(np.floor(answered / width), last)
+    # Numbered without those in which none ends.
+    return np.cumsum(np.diff(group, prepend=group[0]) > 0)
 
 
 def _constants(design: NDArray[np.float64], took: NDArray[np.float64]) -> NDArray[np.float64]:

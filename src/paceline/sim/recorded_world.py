@@ -25,7 +25,8 @@ from paceline.sim.requests import Record
 from paceline.sim.world import TrainerModel, WeightsModel
 
 LEAST = 3
-"""Steps below which nothing is said of a trainer; the first of a run, in which it warms up, is not counted."""
+"""Steps below which nothing is said of a trainer. Not counted are the first of each life of a run, in which it warms up, and those
+whose batch was cut in an earlier life."""
 
 
 class RecordedWorld(msgspec.Struct, frozen=True):
@@ -43,8 +44,8 @@ def recorded_world(records: Iterable[Record]) -> RecordedWorld:
         seen.apply(at, event, commands)
     if len(seen.steps) < LEAST:
         raise ConfigError(
-            f"the journal holds {len(seen.steps)} trained steps after the first, and to tell what one costs takes {LEAST}: "
-            "let the run go on"
+            f"the journal holds {len(seen.steps)} trained steps that count, and to tell what one costs takes {LEAST}; those count "
+            "behind the first of each life of a run whose batch was cut in that life: let the run go on"
         )
     tokens, seconds = map(np.array, zip(*seen.steps, strict=True))
     step_s, token_s = non_negative(np.stack([np.ones(len(tokens)), tokens], axis=1), seconds)
