@@ -34,6 +34,8 @@ from paceline.sim.study import StudyConfig
 POLICY = ROOT / "src" / "paceline" / "assets" / "small_policy"
 STEPS, SKIPPED = 24, 4
 """Steps of a run, and those at its beginning that do not count."""
+MOST_S = 1800.0
+"""Seconds that one run may take; it takes some minutes."""
 TOLD = ("reverse-text", "guess-number")
 FIT: dict[str, dict[str, Any]] = {
     "few": {
@@ -99,9 +101,7 @@ def _run(example: str, name: str, changes: Mapping[str, Any], engine: str, folde
         path = folder / f"{name}.toml"
         path.write_text("".join(f"{toml_key(key)} = {toml_value(value)}\n" for key, value in config.items()))
         began, used = time.monotonic(), _children_s()
-        done = subprocess.run(
-            [sys.executable, "-m", "paceline", "run", str(path), "--plain"], capture_output=True, text=True
-        )
+        done = _finished(name, [sys.executable, "-m", "paceline", "run", str(path), "--plain"])
         wall, used = time.monotonic() - began, _children_s() - used
         if server is not None:
             used += server.cpu_s()[0] - before
@@ -111,6 +111,18 @@ def _run(example: str, name: str, changes: Mapping[str, Any], engine: str, folde
         )
     records = [(r.at, r.event, r.commands) for r in read_journal(folder / name)]
     return Run(load(RunConfig, [path]).value, records, used / wall)
+
+
+def _finished(name: str, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """RuntimeError when it takes more than `MOST_S`; trainer and engines of a run end with it."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=MOST_S)
+    except subprocess.TimeoutExpired as late:
+        said = b"".join(part for part in (late.stdout, late.stderr) if part).decode(errors="replace")
+        raise RuntimeError(
+            f"the run {name} was stopped after {MOST_S:.0f} s without its {STEPS} steps: something in it hangs, or the machine is too "
+            f"busy to measure on. Its last words:\n{said[-3000:]}"
+        ) from late
 
 
 def _children_s() -> float:
