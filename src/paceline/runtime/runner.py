@@ -8,7 +8,7 @@ How a rollout ends, first match first:
 | what happened | ending, cause |
 | --- | --- |
 | the run cancelled it | `cancelled`, the cause it was asked for |
-| a model call failed, whatever the environment made of that | `failed`, `engine`; other members of a shared call, too |
+| a model call failed, whatever the environment made of that | `failed`, `engine`; other members of a shared call that it ended, too (`envs.causes`) |
 | a limit refused or cut a model call, or the deadline passed | `truncated`, the limit; scored if the environment can |
 | the environment raised `CancelledError` by itself | `cancelled`, `self` |
 | it raised `ScoringError` | `failed`, `unscored` |

@@ -14,7 +14,7 @@ from paceline.config import Limits
 from paceline.domain.ids import RolloutId
 from paceline.domain.rollout import Outcome
 from paceline.domain.task import Split, Task
-from paceline.envs import GroupEnv, InfrastructureError, ListTasks, MultiAgentEnv, Result, Seat
+from paceline.envs import GroupEnv, InfrastructureError, ListTasks, MultiAgentEnv, Result, ScoringError, Seat
 from paceline.envs.surroundings import InRun
 from paceline.errors import EngineError
 from paceline.ports import GenerateReply, GenerateRequest
@@ -121,25 +121,81 @@ async def test_a_model_call_that_fails_a_shared_call_is_the_engines_failure_in_e
         assert [r.outcome for r in ended] == [Outcome("failed", "engine", "e0 answered 500")] * 2
 
 
-async def test_a_seats_engine_failure_is_one_among_the_errors_of_an_episodes_tasks(tmp_path: Path) -> None:
-    class Side(Ranked):
-        async def rollout_group(self, task: Task, seats: Sequence[Seat]) -> Sequence[Result]:
-            async with asyncio.TaskGroup() as group:
-                for seat in seats:
-                    group.create_task(self._one(task, seat))
-            return [Result(0.0) for _ in seats]
+class InTasks(Ranked):
+    """Each seat in a task of its own, which makes an error of its own of a call that fails."""
 
-        async def _one(self, task: Task, seat: Seat) -> None:
-            try:
-                await seat.model.chat(task.data + "!" * seat.member)
-            except EngineError as error:
-                raise RuntimeError("no answer") from error
+    async def rollout_group(self, task: Task, seats: Sequence[Seat]) -> Sequence[Result]:
+        async with asyncio.TaskGroup() as group:
+            for seat in seats:
+                group.create_task(self.one(task, seat))
+        return [Result(0.0) for _ in seats]
 
-    env = Side()
-    env.bind(InRun(2))
-    run = Inside(env, Limits(), Refuses())
-    ended = await asyncio.gather(*(run.roll_out(m) for m in range(2)))
-    assert {r.outcome.cause for r in ended} == {"engine"}
+    async def one(self, task: Task, seat: Seat) -> None:
+        try:
+            await seat.model.chat(task.data + "!" * seat.member)
+        except EngineError as error:
+            raise RuntimeError("no answer") from error
+
+
+class Without(InTasks):
+    async def one(self, task: Task, seat: Seat) -> None:
+        try:
+            await seat.model.chat(task.data + "!" * seat.member)
+        except EngineError:
+            raise RuntimeError("no answer")  # noqa: B904
+
+
+class Unscored(InTasks):
+    async def one(self, task: Task, seat: Seat) -> None:
+        try:
+            await seat.model.chat(task.data + "!" * seat.member)
+        except EngineError:
+            raise ScoringError("no answer")  # noqa: B904
+
+
+class AfterTasks(InTasks):
+    async def rollout_group(self, task: Task, seats: Sequence[Seat]) -> Sequence[Result]:
+        try:
+            return await super().rollout_group(task, seats)
+        except* RuntimeError:
+            raise ValueError("no answers")  # noqa: B904
+
+
+class AnotherMatter(InTasks):
+    async def one(self, task: Task, seat: Seat) -> None:
+        try:
+            await seat.model.chat(task.data + "!" * seat.member)
+        except EngineError:
+            raise RuntimeError("no answer") from None
+
+
+@pytest.mark.parametrize(
+    ("env", "others"),
+    [
+        (InTasks, "engine"),
+        (Without, "engine"),
+        (Unscored, "engine"),
+        (AfterTasks, "engine"),
+        (AnotherMatter, "environment"),
+    ],
+)
+async def test_what_is_made_of_a_failed_model_call_is_the_engines_failure_unless_it_is_said_to_be_another_matter(
+    env: type[Ranked], others: str
+) -> None:
+    group = env()
+    group.bind(InRun(2))
+    inline = Inside(group, Limits(), Refuses())
+    ended = await asyncio.gather(*(inline.roll_out(m) for m in range(2)))
+    assert [r.outcome.cause for r in ended] == [others, "engine"]
+
+
+async def test_a_worker_tells_of_whose_failure_an_error_without_from_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    async with inside(tmp_path, "test_group_envs:Without", group_size=2, engine=Refuses()) as run:
+        ended = await asyncio.gather(*(run.roll_out(m) for m in range(2)))
+        assert [r.outcome.cause for r in ended] == ["engine", "engine"]
 
 
 async def test_s35_agents_of_an_episode_are_rollouts_with_a_role_and_a_frozen_one_does_not_train() -> None:
