@@ -124,7 +124,7 @@ def test_an_endpoint_plays_an_eval_and_is_measured(endpoint: Endpoint, evaluated
     assert (report["chat"], report["model"], report["env"]) == ("other", "some-model", "reverse-text")
     assert (report["rollouts"], report["scored"], report["mean_reward"]) == (12, 12, 1.0)
     assert report["by_ending"] == {"completed": 12}
-    assert report["partial"] is None
+    assert (report["settled"], report["examples"]) == (6, 6)
     assert report["mean_tokens"] == 5.0
     assert sorted((r["example"], r["member"]) for r in rollouts) == [
         (e, m) for e in range(6) for m in range(2)
@@ -342,22 +342,30 @@ def test_ctrl_c_cuts_off_code_that_holds_the_loop_and_what_was_measured_before_s
 class Interrupts(Half):
     """Of its second example, one member ends with a Ctrl-C and the other never does."""
 
+    sends = signal.SIGINT
+
     async def rollout(self, task: Any, model: Model, ctx: Context) -> Result:
         await model.chat("hi")
         if task.ref.index == 1:
             if ctx.rollout.member == 1:
                 await asyncio.Event().wait()
-            asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGINT)
+            asyncio.get_running_loop().call_soon(os.kill, os.getpid(), self.sends)
         return Result(1.0)
 
     def tasks(self, split: Split) -> ListTasks:
         return ListTasks([0, 1, 2])
 
 
-@pytest.mark.parametrize("in_words", [False, True])
-def test_what_was_measured_until_ctrl_c_is_told_as_a_part(evaluated: Any, in_words: bool) -> None:
+class Terminates(Interrupts):
+    sends = signal.SIGTERM
+
+
+@pytest.mark.parametrize(("env", "in_words"), [("Interrupts", False), ("Terminates", True)])
+def test_what_was_measured_until_ctrl_c_or_sigterm_is_told_as_a_part(
+    evaluated: Any, env: str, in_words: bool
+) -> None:
     code, printed, lines = evaluated(
-        f"{__name__}:Interrupts", "--at-once", "2", in_words=in_words, examples=3, k=2
+        f"{__name__}:{env}", "--at-once", "2", in_words=in_words, examples=3, k=2
     )
     assert code == 130
     assert [(line["example"], line["ending"]) for line in lines] == [(n, "completed") for n in (0, 0, 1)]
@@ -366,7 +374,7 @@ def test_what_was_measured_until_ctrl_c_is_told_as_a_part(evaluated: Any, in_wor
         assert "3 of 4 rollouts scored  1 cancelled, 3 completed" in printed
     else:
         report = json.loads(printed)
-        assert (report["partial"], report["scored"]) == ("2 of 3 examples", 3)
+        assert (report["settled"], report["examples"], report["scored"]) == (2, 3, 3)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ TAKES_CONFIG = True
 _MOST_CAUSES = 3
 
 CUT_OFF_S = 10.0
-"""Seconds from a Ctrl-C until code that holds the event loop is cut off."""
+"""Seconds from a Ctrl-C, or a SIGTERM, until code that holds the event loop is cut off."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when every eval was measured, 1 when one had no rollout with a score. KeyboardInterrupt after a Ctrl-C, when what had
-    been measured by then is printed."""
+    """0 when every eval was measured, 1 when one had no rollout with a score. KeyboardInterrupt after a Ctrl-C or
+    SIGTERM, when what had been measured by then is printed."""
     config = load_config(args).value
     if args.chat not in config.chat:
         there = ", ".join(sorted(config.chat)) or "none"
@@ -124,16 +124,24 @@ def _keep_what_was_said(logs: Path) -> None:
 
 @contextlib.contextmanager
 def _cut_off_after_ctrl_c() -> Iterator[None]:
-    """A Ctrl-C stops what is played; where an environment's code holds the loop, it is cut off some seconds later."""
+    """A Ctrl-C stops what is played, and SIGTERM is one; where an environment's code holds the loop, it is cut off some
+    seconds later."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    asks = signal.getsignal(signal.SIGINT)
+    from paceline.cli.stopping import SAME_SIGNAL_S
+
+    asks, heard_at = signal.getsignal(signal.SIGINT), -SAME_SIGNAL_S
+    asked = (
+        asks if callable(asks) else signal.default_int_handler
+    )  # a shell has its background jobs ignore Ctrl-C
 
     def heard(number: int, frame: FrameType | None) -> None:
-        signal.setitimer(signal.ITIMER_REAL, CUT_OFF_S)
-        if callable(asks):
-            asks(number, frame)
+        nonlocal heard_at
+        before, heard_at = heard_at, time.monotonic()
+        if heard_at - before >= SAME_SIGNAL_S:
+            signal.setitimer(signal.ITIMER_REAL, CUT_OFF_S)
+            asked(signal.SIGINT, frame)
 
     def cut_off(number: int, frame: FrameType | None) -> None:
         print(
@@ -142,14 +150,16 @@ def _cut_off_after_ctrl_c() -> Iterator[None]:
         )
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGALRM, cut_off)
-    signal.signal(signal.SIGINT, heard)
+    hears = {signal.SIGALRM: cut_off, signal.SIGTERM: heard}
+    if callable(asks):
+        hears[signal.SIGINT] = heard
+    before = {number: signal.signal(number, handler) for number, handler in hears.items()}
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
-        signal.signal(signal.SIGINT, asks)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _Eval:
@@ -220,7 +230,8 @@ class _Eval:
         """For people."""
         report = self.epoch.so_far()
         reward = "no reward" if report.mean_reward is None else f"reward {report.mean_reward:.3f}"
-        part = "" if self.epoch.complete else f" (partial, {self._share()})"
+        settled, examples = self.epoch.settled, self.epoch.examples
+        part = "" if self.epoch.complete else f" (partial, {settled} of {examples} examples)"
         parts = [
             f"{report.env}{part}: {reward}",
             *(f"pass@{j} {share:.3f}" for j, share in report.pass_at.items()),
@@ -239,18 +250,15 @@ class _Eval:
         report = msgspec.to_builtins(self.epoch.so_far(), str_keys=True)
         kept = ("env", "rollouts", "scored", "mean_reward", "pass_at", "by_ending", "mean_tokens")
         told = {"chat": name, "model": config.chat[name].model, **{field: report[field] for field in kept}}
-        partial = None if self.epoch.complete else self._share()
         return json.dumps(
             {
                 **told,
-                "partial": partial,
+                "examples": self.epoch.examples,
+                "settled": self.epoch.settled,
                 "seconds": round(self._took_s, 3),
                 "failures": dict(self._failures),
             }
         )
-
-    def _share(self) -> str:
-        return f"{self.epoch.settled} of {self.epoch.examples} examples"
 
 
 class _Out:

@@ -28,7 +28,7 @@ _SAVE_S = 300.0
 """Seconds the trainer has to save when the run is done: every step has been trained by then."""
 _FAILED_SAVE_S = 2.0
 """The same, when the run failed: people wait for the cause, and the batches since its last checkpoint are kept."""
-_SAME_SIGNAL_S = 0.1
+SAME_SIGNAL_S = 0.1
 """A signal that comes again sooner is the same one: `timeout` sends its own to a process, and to the group it is in."""
 _SIGNALLED_S = 2.0
 """A signal to all processes of a job reaches one after the other."""
@@ -124,7 +124,7 @@ class Stopping:
         def hear(number: int, _frame: object) -> None:
             # Not in the loop: code of an environment may be holding that up, for ever even.
             nonlocal heard, at
-            if heard and time.monotonic() - at < _SAME_SIGNAL_S:
+            if heard and time.monotonic() - at < SAME_SIGNAL_S:
                 return
             heard, at = heard + 1, time.monotonic()
             self._heard_at = self._heard_at or at
