@@ -51,6 +51,7 @@ class Keeping:
         chain: Chain,
         recorder: Recorder,
         reply: GenerateReply,
+        *,
         finish: Finish,
         before: int,
         queued_s: float,

@@ -359,12 +359,12 @@ class ModelCalls(EngineRequests):
                 chain,
                 recorder,
                 reply,
-                finish,
-                before,
-                sent - asked,
-                sent,
-                self._clock(),
-                self.model_s - model_s,
+                finish=finish,
+                before=before,
+                queued_s=sent - asked,
+                started=sent,
+                ended=self._clock(),
+                model_s=self.model_s - model_s,
             )
         elif finish == "abort":
             chain.empty += 1
