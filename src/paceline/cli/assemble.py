@@ -300,9 +300,8 @@ class Assembly:
             say(
                 f"{len(left.goes_on)} rollouts go on with {left.tokens} tokens, {len(left.ended)} are begun again"
             )
-        room = storing.room = Room(
-            post=inbox.post, tell=self._tell, fail=self._no_room, limit_s=config.journal.full_disk_s
-        )
+        room = Room(post=inbox.post, tell=self._tell, fail=self._no_room, limit_s=config.journal.full_disk_s)
+        storing.attach(room)
         folds = [*folds, parts]
         if config.run.deterministic:
             processor = in_order = InOrder(processor, core, runner.on_note)

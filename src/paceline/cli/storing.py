@@ -19,8 +19,7 @@ class Storing:
 
     def __init__(self, run_dir: Path, run_id: str, section: JournalSection) -> None:
         loop = asyncio.get_running_loop()
-        self.room: Room | None = None
-        """Who is told what cannot be written; nobody before the run is driven."""
+        self._room: Room | None = None
         self._error: OSError | None = None
         self._failed = asyncio.Event()
 
@@ -43,13 +42,17 @@ class Storing:
             on_room=room,
         )
 
+    def attach(self, room: Room) -> None:
+        """The run is driven from now on: `room` is told what cannot be written, and was nobody's to hear before."""
+        self._room = room
+
     def room_for(self, what: str, why: str) -> None:
         """`what` cannot be written, because of `why`; where that is empty, it can be again."""
-        if self.room is not None:
+        if self._room is not None:
             if why:
-                self.room.missing(what, why)
+                self._room.missing(what, why)
             else:
-                self.room.found(what)
+                self._room.found(what)
 
     async def watch(self) -> None:
         """A journal that cannot be written ends the run: what it did from then on could not be told."""
@@ -59,8 +62,8 @@ class Storing:
 
     def give_up(self) -> None:
         """The run fails: its end waits for no disk."""
-        if self.room is not None:
-            self.room.close()
+        if self._room is not None:
+            self._room.close()
         self.journal.give_up()
 
 
