@@ -65,6 +65,10 @@ class WireError(PacelineError):
     """A batch, weight directory or journal on disk is not what it claims to be."""
 
 
+class CannotFold(PacelineError):
+    """The journal does not say enough to go on from it; a checkpoint alone may do."""
+
+
 class NoProgressError(PacelineError):
     """Nothing can train any more: too many groups in a row died. Ends the run with the counts."""
 

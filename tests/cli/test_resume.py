@@ -14,12 +14,11 @@ import pytest
 from cli.per_token import PerToken
 from paceline.cli.resume import read_back
 from paceline.core.advantages import Algorithm
-from paceline.core.rebuild import CannotFold
 from paceline.core.recovery import EMPTY, Recovery
 from paceline.core.scheduler import Core
 from paceline.domain.batch import Batch
 from paceline.domain.commands import ProcessGroup, ShipBatch
-from paceline.errors import WireError
+from paceline.errors import CannotFold, WireError
 from paceline.journal import FileJournal, dropped_before, read_journal, read_rollouts
 from paceline.journal.files import file_path
 from paceline.journal.frames import FrameReader

@@ -12,14 +12,13 @@ from e2e_kit import MODEL, CommandLine, records
 from paceline.cli.main import main
 from paceline.cli.resume import read_back
 from paceline.core.parts import whole_parts
-from paceline.core.rebuild import CannotFold
 from paceline.core.recovery import EMPTY
 from paceline.domain import commands as do
 from paceline.domain import events as on
 from paceline.domain.ids import RolloutId
 from paceline.domain.part import Part
 from paceline.domain.rollout import Rollout
-from paceline.errors import WireError
+from paceline.errors import CannotFold, WireError
 from paceline.journal import read_rollouts
 from paceline.journal.partial import read_parts
 from paceline.tokens.tokenizer import resolve_model_dir

@@ -12,12 +12,12 @@ from paceline.cli.replay import RecordedRun
 from paceline.cli.rundir import config_file
 from paceline.config import RunConfig
 from paceline.core.packing import pack_as
-from paceline.core.rebuild import CannotFold
 from paceline.core.recovery import EMPTY, Recovery
 from paceline.domain.batch import Batch
 from paceline.domain.commands import ShipBatch
 from paceline.domain.events import BatchShipped, RunOpened
 from paceline.domain.ids import RolloutId
+from paceline.errors import CannotFold
 from paceline.journal import Record, read_journal
 from paceline.journal.files import dropped_before
 from paceline.journal.reader import TokenReader

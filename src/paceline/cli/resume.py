@@ -12,13 +12,13 @@ import msgspec
 from paceline.cli.rundir import trainer_steps
 from paceline.config import ReferenceTrainer, RunConfig
 from paceline.core.parts import UnderWay, whole_parts
-from paceline.core.rebuild import CannotFold, Extras
+from paceline.core.rebuild import Extras
 from paceline.core.recovery import EMPTY, Recovery
 from paceline.domain.commands import ProcessGroup, ShipBatch
 from paceline.domain.ids import EnvName, RolloutId
 from paceline.domain.part import Part
 from paceline.domain.rollout import Rollout
-from paceline.errors import ConfigError, WireError
+from paceline.errors import CannotFold, ConfigError, WireError
 from paceline.journal import read_extras, read_journal, read_rollouts
 from paceline.journal.files import file_numbers
 from paceline.journal.frames import LeftOut

@@ -12,14 +12,10 @@ from numpy.typing import NDArray
 from paceline.core.samples import RecordRefused, build_samples, cut_sample
 from paceline.domain.rollout import Rollout
 from paceline.domain.sample import Sample, Stream
-from paceline.errors import PacelineError
+from paceline.errors import CannotFold
 
 Extras: TypeAlias = Mapping[int, tuple[NDArray[np.float32] | None, Mapping[str, Stream]]]
 """By number of the sample: its advantages, where they differ from token to token, and its streams."""
-
-
-class CannotFold(PacelineError):
-    """The journal does not say enough to go on from it; a checkpoint alone may do."""
 
 
 def rebuild(rollout: Rollout, told: Sequence[Sample], extras: Extras | None) -> tuple[Sample, ...]:

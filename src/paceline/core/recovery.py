@@ -21,7 +21,7 @@ from paceline.core.accounting import Account, StreamAccount
 from paceline.core.groups import GroupState
 from paceline.core.pacing import Pacing
 from paceline.core.parts import UnderWay
-from paceline.core.rebuild import CannotFold, Extras
+from paceline.core.rebuild import Extras
 from paceline.core.recovery_draws import RecoveredDraws
 from paceline.core.recovery_list import RecoveredList
 from paceline.domain import commands as do
@@ -33,6 +33,7 @@ from paceline.domain.group import ClosedGroup
 from paceline.domain.ids import EnvName, GroupId, RolloutId
 from paceline.domain.rollout import Rollout
 from paceline.domain.task import TaskRef
+from paceline.errors import CannotFold
 
 EMPTY: dict[str, Any] = {
     "seq": 0,

@@ -14,12 +14,13 @@ from typing import Any
 from paceline.core.accounting import Account
 from paceline.core.batching import masked, oldest_masked
 from paceline.core.plain import from_plain, to_plain
-from paceline.core.rebuild import CannotFold, Extras, rebuild
+from paceline.core.rebuild import Extras, rebuild
 from paceline.domain import commands as do
 from paceline.domain.batch import Batch
 from paceline.domain.ids import EnvName, RolloutId, Version, parse_rollout_id
 from paceline.domain.rollout import Rollout
 from paceline.domain.sample import Sample
+from paceline.errors import CannotFold
 
 
 class _Entry:

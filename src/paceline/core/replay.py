@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from paceline.core.rebuild import CannotFold, Extras
+from paceline.core.rebuild import Extras
 from paceline.core.recovery import EMPTY, Recovery
 from paceline.core.scheduler import Core
 from paceline.domain import commands as do
@@ -28,7 +28,7 @@ from paceline.domain.events import Event
 from paceline.domain.ids import RolloutId
 from paceline.domain.rollout import Rollout
 from paceline.domain.sample import Sample
-from paceline.errors import PacelineError, said_by
+from paceline.errors import CannotFold, PacelineError, said_by
 
 _CHECKPOINTS = 4
 """Newest states kept: a run goes on from its newest one that can be read."""
