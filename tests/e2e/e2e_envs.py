@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -145,12 +146,22 @@ class Intruder(Words):
                         each.cancel()
             case "exit in a task":
                 self._kept = asyncio.ensure_future(_leaves())
+            case "leave a task":
+                self._kept = asyncio.ensure_future(_stays())
+            case "leave a thread":
+                threading.Thread(target=time.sleep, args=(3600,), name="sleeper").start()
         await asyncio.sleep(0.1)
         return Result(reward=float(ctx.rollout.member % 2))
 
 
 async def _leaves() -> None:
     sys.exit(3)
+
+
+async def _stays() -> None:
+    while True:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(3600)
 
 
 __all__ = ["Busy", "Constant", "Environment", "Failing", "Intruder", "Raising", "Stuck", "Words"]

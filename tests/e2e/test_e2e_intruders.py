@@ -46,3 +46,18 @@ def test_what_reaches_the_run_itself_ends_it_with_the_cause(tmp_path: Path, does
     assert told in run.said
     if "task" in told or "Exit" in told:
         assert "e2e_envs:Intruder" in run.status.reason
+
+
+@pytest.mark.parametrize(
+    ("does", "told"),
+    [
+        ("leave a task", "have left in the loop (_stays, _stays"),
+        ("leave a thread", "have left did not end within 8 s, and were cut off: sleeper, sleeper"),
+    ],
+)
+def test_what_it_leaves_behind_does_not_keep_a_run_that_is_done(tmp_path: Path, does: str, told: str) -> None:
+    run = CommandLine(tmp_path, env__0__id="e2e_envs:Intruder", env__0__args__does=does, run__max_steps=1)
+    assert run.end(within_s=240) == 0
+    assert (run.status.status, run.status.exit_code) == ("done", 0)
+    assert "warning: " in run.said
+    assert told in run.said

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -17,8 +19,8 @@ from paceline.domain.group import ClosedGroup
 from paceline.domain.ids import RolloutId
 from paceline.domain.rollout import COMPLETED, Rollout, Turn
 from paceline.domain.task import TaskRef
-from paceline.runtime.offload import Inline
-from paceline.runtime.processor import SERVICE_S, SMALL_TOKENS, EnvProcessing, GroupProcessor
+from paceline.runtime.offload import Inline, Threads
+from paceline.runtime.processor import SERVICE_S, SLOW_S, SMALL_TOKENS, EnvProcessing, GroupProcessor
 from paceline.testing import run_virtual
 
 TASK = TaskRef("env", "train", 0)
@@ -155,6 +157,31 @@ async def test_an_algorithm_finds_nothing_of_what_an_environment_has_set_in_its_
         await asyncio.create_task(rollout())
         await told
     assert found == ["nobody"]
+
+
+async def test_groups_of_an_algorithm_that_has_held_up_the_loop_go_to_the_thread() -> None:
+    class Computes(Leaves):
+        def advantages(self, view: GroupView, replies: Sequence[Any]) -> Advantages:
+            time.sleep(1.1 * SLOW_S)
+            return super().advantages(view, replies)
+
+    envs = {
+        name: EnvProcessing(GroupRules(env=name, seq_len=64), kind)
+        for name, kind in (("env", Computes()), ("other", Leaves()))
+    }
+    threads = Threads()
+    processor = GroupProcessor(envs, threads)
+    told: asyncio.Future[GroupProcessed] = asyncio.get_running_loop().create_future()
+    assert processor.process_soon(group(), told.set_result, pytest.fail)
+    try:
+        async with asyncio.timeout(60):
+            await told
+            assert not processor.process_soon(group(), pytest.fail, pytest.fail)
+            assert (await processor.process(group())).error is None
+    finally:
+        threads.close()
+    other = msgspec.structs.replace(group(), task=TaskRef("other", "train", 0))
+    assert processor.process_soon(other, lambda _: None, pytest.fail)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -180,3 +183,48 @@ def test_a_policy_may_split_its_engines_and_speculate(tmp_path: Path) -> None:
 def first_cell(path: Path) -> Cell:
     study = load_study(path)
     return run_cell(study, study.policy[0], study.workload[0], 1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "to", "told"),
+    [
+        ('name = "small"', 'name = "a/b"', "study.name"),
+        ('name = "small"', 'name = "../small"', "study.name"),
+        ("step_s = 5", "step_s = inf", "trainer.step_s"),
+    ],
+)
+def test_what_no_study_can_be_is_refused_before_it_runs(
+    tmp_path: Path, changed: str, to: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "small.toml").write_text(SMALL.replace(changed, to), encoding="utf-8")
+    assert main(["simulate", str(tmp_path / "small.toml"), "--out", str(tmp_path)]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_results_that_cannot_be_written_are_refused_before_there_are_any(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "small.toml").write_text(SMALL.replace("steps = 2", "steps = 1000000"), encoding="utf-8")
+    assert main(["simulate", str(tmp_path / "small.toml"), "--out", str(tmp_path / "small.toml")]) == 2
+    assert "is no directory" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_a_study_and_its_processes(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(SMALL.replace("steps = 2", "steps = 1000000"), encoding="utf-8")
+    with subprocess.Popen(
+        [sys.executable, "-m", "paceline", "simulate", str(tmp_path / "small.toml"), "--processes", "2"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as paceline:
+        children: list[psutil.Process] = []
+        while sum("spawn_main" in " ".join(child.cmdline()) for child in children) < 2:
+            assert paceline.poll() is None
+            time.sleep(0.05)
+            children = psutil.Process(paceline.pid).children()
+        os.killpg(paceline.pid, signal.SIGINT)  # as a terminal does
+        _, said = paceline.communicate(timeout=240)
+        assert paceline.returncode == 130
+        assert "Traceback" not in said
+    assert psutil.wait_procs(children, timeout=240)[1] == []

@@ -173,7 +173,9 @@ class Assembly:
         watch = StandstillWatch(_still(say), self._still_too_long, self._still_limit_s())
         with stopping.signals(), unstoppable(asyncio.get_running_loop()), contextlib.closing(watch):
             try:
-                return await self._run(folds, say, Phases(phase))
+                finish = await self._run(folds, say, Phases(phase))
+                stopping.ended()
+                return finish
             except asyncio.CancelledError:
                 if stopping.requests:
                     raise Stopped("stopped before the first rollout was started") from None

@@ -66,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from paceline.cli.checks import diagnose
     from paceline.cli.doctor import render
+    from paceline.cli.stopping import leave_with
 
     loaded = load_config(args)
     if args.dry_run:
@@ -81,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
     outcome = start(loaded, resume=args.resume, forgives=forgives, plain=args.plain, may_exit=True)
     if args.summary == "json":
         print(json.dumps(outcome.summary), flush=True)
+    leave_with(outcome.code)
     return outcome.code
 
 

@@ -57,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("name a study file: paceline simulate STUDY.toml (examples/studies has some)")
     path = Path(args.study)
     study = _chosen(load_study(path), args)
+    out = _folder(args.out)
     console = Console()
     began = time.monotonic()
     with Progress(
@@ -75,11 +76,21 @@ def run(args: argparse.Namespace) -> int:
         )
     for workload in dict.fromkeys(cell.workload for cell in cells):
         console.print(_table(cells, workload))
-    written = write_study(study, cells, Path(args.out))
+    written = write_study(study, cells, out)
     rollouts = sum(cell.numbers["rollouts"] for cell in cells)
     took = time.monotonic() - began
     console.print(f"{rollouts:,.0f} rollouts in {took:.1f} s; written: {', '.join(map(str, written))}")
     return 0
+
+
+def _folder(name: str) -> Path:
+    """Where the results go; made before there are any, which may take hours."""
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {name!r} is no directory, and none can be made there: {error}") from error
+    return folder
 
 
 def _chosen(study: StudyConfig, args: argparse.Namespace) -> StudyConfig:

@@ -40,6 +40,8 @@ _REPORT_S = 0.5
 """Always left for the report: enough for a short run."""
 _FAILED_S = 8.0
 """The same, after an error."""
+_LEFT_S = 8.0
+"""What an environment has left is cut off this long after the end of its run, which is saved by then."""
 
 
 class Stopped(PacelineError):
@@ -195,6 +197,17 @@ class Stopping:
             )
         return self._intrusion
 
+    def ended(self) -> None:
+        """The run has come to its end, and everything of it is closed. Tasks that are left are somebody else's: they are
+        cancelled, and what does not stop then is cut off."""
+        left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        if left and self._cut_off is not None:
+            names = ", ".join(sorted(str(getattr(task.get_coro(), "__qualname__", task)) for task in left))
+            self._cut_off.what = (
+                f"what environments ({self._envs}) or services have left in the loop ({names})"
+            )
+            self._cut_off.within(_LEFT_S)
+
     def _cut_off_in(self, seconds: float, cause: BaseException | None = None) -> None:
         if self._cut_off is not None:
             if cause is not None:
@@ -211,6 +224,8 @@ class CutOff:
     def __init__(self, status: StatusFile, children: list[ChildProcess]) -> None:
         self._status, self._children = status, children
         self._timer: threading.Timer | None = None
+        self.what = "something"
+        """That does not stop."""
         self.cause: BaseException | None = None
         """What ended the run, when that is known and its work is still being stopped."""
 
@@ -226,18 +241,37 @@ class CutOff:
             self._timer.cancel()
 
     def _end(self, seconds: float) -> None:
-        why = f"something did not stop within {seconds:g} s, and was cut off"
+        why = f"{self.what} did not stop within {seconds:g} s, and was cut off"
         if self.cause is not None:
             self._status.fail(self.cause)
         before = self._status.status
         code = self._status.finish("stopped", why, code=INTERRUPTED)
-        if code == 0:  # it had ended, but for what does not stop
+        if code == 0 and before.status != "done":  # it had ended, but for what does not stop
             code = self._status.exits_with(INTERRUPTED)
         for child in self._children:
             child.kill()
         told = f"{before.reason} ({why})" if before.reason else why
-        print(f"error: {printable(told)}", file=sys.stderr, flush=True)
+        print(f"{'error' if code else 'warning'}: {printable(told)}", file=sys.stderr, flush=True)
         os._exit(code)
+
+
+def leave_with(code: int) -> None:
+    """The process is about to end with this code, and does, whatever threads somebody's code has left: Python waits for all but
+    daemons."""
+
+    def end() -> None:
+        left = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
+        print(
+            f"warning: threads that environments or services have left did not end within {_LEFT_S:g} s, and were cut off: "
+            f"{printable(', '.join(left))}",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(code)
+
+    timer = threading.Timer(_LEFT_S, end)
+    timer.daemon = True
+    timer.start()
 
 
 @contextlib.contextmanager

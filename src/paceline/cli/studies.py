@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import csv
+import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Sequence
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from threading import Thread
+from threading import Thread, current_thread, main_thread
 from typing import Any
 
 from paceline.errors import ConfigError, InvariantError
@@ -54,16 +57,37 @@ def simulate(
                 progress(len(cells), len(jobs))
         return cells
     with processes_of(count) as pool:
-        for cell in pool.map(_run, jobs):
-            cells.append(cell)
-            if progress is not None:
-                progress(len(cells), len(jobs))
+        try:
+            with _no_interrupts():
+                running = [pool.submit(_run, job) for job in jobs]  # starts them
+            for each in running:
+                cells.append(each.result())
+                if progress is not None:
+                    progress(len(cells), len(jobs))
+        except BaseException:
+            # They would finish their cells first, which may take hours.
+            for process in multiprocessing.active_children():
+                process.terminate()
+            raise
     return cells
 
 
 def processes_of(count: int) -> ProcessPoolExecutor:
     """Not forked, since whoever asks may have threads. They end with it, also when it is killed."""
     return ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_end_with_the_parent)
+
+
+@contextmanager
+def _no_interrupts() -> Iterator[None]:
+    """What is started inside never hears of Ctrl-C, of which a terminal tells all: that is the parent's to hear."""
+    if current_thread() is not main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _end_with_the_parent() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from math import inf, isfinite
 from typing import Any, Protocol
 
 import msgspec
@@ -33,6 +34,10 @@ SERVICE_S = 600.0
 SMALL_TOKENS = 16_384
 """Tokens up to which a group is processed on the loop, in slices: about 0.2 ms of work, where the hop to a thread and
 back costs two wake-ups of a sleeping thread, and the fight for the interpreter."""
+
+
+SLOW_S = 0.05
+"""A small group that takes longer has an algorithm that computes, or waits: the next of its environment go to the thread."""
 
 
 class EnvProcessing(msgspec.Struct, frozen=True):
@@ -73,6 +78,8 @@ class GroupProcessor:
         self._envs = envs
         self._offload = offload
         self._slices = Slices(slice_s)
+        self._slow: set[EnvName] = set()
+        self._slow_s = SLOW_S if isfinite(slice_s) else inf
         self._services = services
         self._calls = asyncio.Semaphore(SERVICE_CALLS)
 
@@ -83,11 +90,12 @@ class GroupProcessor:
         fail: Callable[[BaseException], None],
     ) -> bool:
         how = self._envs[group.task.env]
-        if not (_is_small(group) and asks_nothing(how.algorithm)):
+        if not (self._goes_on_the_loop(group) and asks_nothing(how.algorithm)):
             return False
         began = time.perf_counter()
 
         def work() -> None:
+            started = time.perf_counter()
             try:
                 try:
                     result, text = carried(process_group, group, how.rules, how.algorithm), None
@@ -97,10 +105,15 @@ class GroupProcessor:
             except Exception as error:  # nobody else would hear of it, and the group never be answered
                 fail(error)
                 return
-            tell(GroupProcessed(result, time.perf_counter() - began, text))
+            if (took := time.perf_counter() - started) > self._slow_s:
+                self._slow.add(group.task.env)
+            tell(GroupProcessed(result, took + started - began, text))
 
         self._slices.add(work)
         return True
+
+    def _goes_on_the_loop(self, group: ClosedGroup) -> bool:
+        return group.task.env not in self._slow and _is_small(group)
 
     async def process(self, group: ClosedGroup) -> GroupProcessed:
         began = time.perf_counter()
@@ -108,7 +121,7 @@ class GroupProcessor:
         try:
             asked = carried(service_requests, group, how.rules, how.algorithm)
             replies = await self._fetch(asked) if asked else ()
-            offload = self._slices if _is_small(group) else self._offload
+            offload = self._slices if self._goes_on_the_loop(group) else self._offload
             result = await offload.run(process_group, group, how.rules, how.algorithm, replies)
         except asyncio.CancelledError:
             raise

@@ -17,7 +17,7 @@ from paceline.config import (
     RunConfig,
     SchedulingSection,
 )
-from paceline.config.base import Section
+from paceline.config.base import FiniteSection
 from paceline.config.batch import BatchSection
 from paceline.config.load import load
 from paceline.errors import ConfigError
@@ -38,7 +38,7 @@ from paceline.sim.workloads import PRESETS, AgentTurns, ReasoningLengths
 from paceline.sim.world import FaultModel, TrainerModel, WeightsModel
 
 
-class EnginesSection(Section):
+class EnginesSection(FiniteSection):
     """The engines."""
 
     model: str = "qwen3-8b"
@@ -79,7 +79,7 @@ class EnginesSection(Section):
     """How they speculate; none: they do not."""
 
 
-class SimEnv(Section):
+class SimEnv(FiniteSection):
     """One environment of a workload."""
 
     name: str | None = None
@@ -126,7 +126,7 @@ class SimEnv(Section):
         return PRESETS[self.preset] if self.preset is not None else self.reasoning or self.agents
 
 
-class WorkloadSection(Section):
+class WorkloadSection(FiniteSection):
     """What is rolled out."""
 
     name: str
@@ -137,7 +137,7 @@ class WorkloadSection(Section):
     """Rollouts of a batch; none: as `[batch]` says."""
 
 
-class PolicySection(Section):
+class PolicySection(FiniteSection):
     """How it is scheduled."""
 
     name: str
@@ -160,11 +160,11 @@ class PolicySection(Section):
     """Where it differs from `[trainer]`."""
 
 
-class StudySection(Section):
+class StudySection(FiniteSection):
     """The study itself."""
 
-    name: str = "study"
-    """Name of the files that are written."""
+    name: str = Field(default="study", pattern=r"^\w[\w.-]*$")
+    """Name of the files that are written: letters, digits, `_`, `-` and `.`."""
     seeds: int = Field(default=5, ge=1)
     """Seeds; all policies meet the same rollouts under one."""
     first_seed: int = Field(default=1, ge=0)
@@ -190,7 +190,7 @@ class StudySection(Section):
         return 5 if self.steps is None and self.seconds is None else self.steps
 
 
-class StudyConfig(Section):
+class StudyConfig(FiniteSection):
     """Policies x workloads x seeds."""
 
     study: StudySection = StudySection()

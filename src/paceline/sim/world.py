@@ -7,11 +7,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from paceline.config.base import Section
+from paceline.config.base import FiniteSection, Section
 from paceline.domain.batch import Batch
 
 
-class TrainerModel(Section):
+class TrainerModel(FiniteSection):
     """How long an optimizer step takes. It trains one batch after the other."""
 
     step_s: float = Field(default=0.0, ge=0)
@@ -28,7 +28,7 @@ class TrainerModel(Section):
         return self.step_s + (batch.tokens / self.tokens_per_s if self.tokens_per_s else 0.0)
 
 
-class WeightsModel(Section):
+class WeightsModel(FiniteSection):
     """How engines take new weights."""
 
     mode: Literal["keep", "recompute", "drain"] = "keep"
