@@ -184,6 +184,23 @@ def test_runs_with_other_batches_tell_a_step_of_the_trainer_from_its_tokens() ->
     assert found.trainer.publish_s == pytest.approx(0.5)
 
 
+def test_a_trainer_that_publishes_before_it_acknowledges_is_told_the_same() -> None:
+    """The reference trainer does: the word of its step comes with its weights, or behind them."""
+    held: on.StepTrained | None = None
+    records: list[Record] = []
+    for at, event, commands in [*recorded(steps=4), *recorded(steps=4, batch=16)]:
+        if isinstance(event, on.StepTrained):
+            held = msgspec.structs.replace(event, metrics={"publish_s": 0.5})
+            continue
+        records.append((at, event, commands))
+        if isinstance(event, on.PolicyPublished) and held is not None:
+            records.append((at, held, ()))
+    found = recorded_world(records).trainer
+    assert found.publish_s == pytest.approx(0.5)
+    assert found.step_s == pytest.approx(5.0, rel=0.1)
+    assert found.tokens_per_s == pytest.approx(20_000.0, rel=0.1)
+
+
 def one_by_one(seconds: list[float]) -> list[Record]:
     """Requests of ten tokens, each asked for when the one before is over; no engine says that it is there."""
     records: list[Record] = []

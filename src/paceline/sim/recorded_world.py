@@ -54,7 +54,7 @@ def recorded_world(records: Iterable[Record]) -> RecordedWorld:
             step_s=float(step_s),
             tokens_per_s=1 / float(token_s) if token_s else None,
             ship_s=fmean(seen.ships),
-            publish_s=fmean(seen.publishes) if seen.publishes else 0.0,
+            publish_s=fmean(seen.publishes or seen.seen_publishes or (0.0,)),
         ),
         WeightsModel(mode="recompute", load_s=fmean(seen.loads) if seen.loads else 0.0),
     )
@@ -70,6 +70,11 @@ class _Seen:
         """Whether the trainer of the run at hand has taken its first step."""
         self.ships: list[float] = []
         self.publishes: list[float] = []
+        """As the trainer told."""
+        self.seen_publishes: list[float] = []
+        """From the word that a step was taken to its weights; where they come first, there is nothing to be seen."""
+        self._published = self._trained_step = 0
+        """Newest version, and step, that was told."""
         self.loads: list[float] = []
         self._batches: dict[int, int] = {}
         """Tokens of those that were cut, by step."""
@@ -86,11 +91,19 @@ class _Seen:
         elif isinstance(event, on.StepTrained):
             # A fast trainer's word may overtake that its batch was shipped.
             began = max(self._done, self._shipped.pop(event.step, at))
-            if self._is_warm and event.step in self._batches and at > began:
-                self.steps.append((self._batches[event.step], at - began))
-            self._done, self._is_warm = at, True
-        elif isinstance(event, on.PolicyPublished) and self._is_warm:
-            self.publishes.append(at - self._done)
+            seconds = at - began
+            publish_s = event.metrics.get("publish_s")
+            if publish_s is not None and self._is_warm:
+                self.publishes.append(publish_s)
+                if event.step <= self._published:  # before it was acknowledged
+                    seconds -= publish_s
+            if self._is_warm and event.step in self._batches and seconds > 0.0:
+                self.steps.append((self._batches[event.step], seconds))
+            self._done, self._is_warm, self._trained_step = at, True, event.step
+        elif isinstance(event, on.PolicyPublished):
+            self._published = event.version
+            if self._is_warm and event.version <= self._trained_step:
+                self.seen_publishes.append(at - self._done)
         elif isinstance(event, on.WeightsLoaded) and event.error is None:
             self.loads.append(event.seconds)
         for command in commands:
