@@ -17,20 +17,25 @@ help:  ## this list
 
 # Torch first, and only if it is missing: a torch that is already there is used as it is. TORCH= chooses another
 # build: `make setup TORCH="torch --index-url <the index for CPU builds that PyTorch's install page names>"`.
-$(VENV)/.ready: pyproject.toml
+$(VENV)/.runs: pyproject.toml
 	@test -x $(BIN)/pip || { echo "making the virtual environment $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@$(BIN)/python -c 'import torch' 2>/dev/null || { echo "installing $(TORCH) into $(VENV), once: some minutes"; \
 		$(BIN)/pip install --disable-pip-version-check -q $(TORCH); }
-	@echo "installing paceline and what it needs into $(VENV)"
+	@echo "installing paceline and what it needs to train into $(VENV)"
+	@$(BIN)/pip install --disable-pip-version-check -q -e '.[train]'
+	@touch $@
+
+$(VENV)/.ready: $(VENV)/.runs
+	@echo "installing what tests and checks need into $(VENV)"
 	@$(BIN)/pip install --disable-pip-version-check -q -e '.[train,dev]'
 	@touch $@
 
-setup: $(VENV)/.ready  ## make the virtual environment
+setup: $(VENV)/.ready  ## make the virtual environment, with all that tests need
 
-demo: setup  ## train the small policy on this machine's CPU, and watch the reward rise
+demo: $(VENV)/.runs  ## train the small policy on this machine's CPU, and watch the reward rise
 	$(BIN)/paceline run examples/reverse-text/run.toml $(ARGS)
 
-demo-tools: setup  ## the same with a tool: the policy asks a database, in a worker process; ENGINE=vllm: on a real vLLM
+demo-tools: $(VENV)/.runs  ## the same with a tool: the policy asks a database, in a worker process; ENGINE=vllm: on a real vLLM
 ifeq ($(ENGINE),vllm)
 	@$(MAKE) --no-print-directory vllm-env
 	@tools/vllm_run.sh $(VENV) examples/store-search/vllm.toml $(ARGS)

@@ -11,6 +11,6 @@ class AlgorithmSection(Section):
     """The advantage estimator."""
 
     name: str = "grpo"
-    """`grpo`, `grpo_std`, `dr_grpo`, `rloo`, or `module:Class` for your own."""
+    """`grpo`, `grpo_std`, `dr_grpo`, `rloo`, `turn_grpo`, or `module:Class` for your own."""
     args: dict[str, Any] = {}
     """Keyword arguments of the algorithm."""

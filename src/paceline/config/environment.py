@@ -62,7 +62,8 @@ class EnvSection(Section):
     """One environment that is trained on."""
 
     id: str
-    """Built-in name (`reverse-text`, `arithmetic`, `guess-number`) or `module:Class`."""
+    """Built-in name (`reverse-text`, `arithmetic`, `guess-number`, `store-search`; `data`, `reasoning-gym`, `textarena`, `textarena-selfplay`,
+    `verifiers`, `openenv` with arguments of theirs) or `module:Class`."""
     name: str | None = None
     """Name in metrics and journals; the id when left out. Must be unique; `all` is reserved."""
     args: dict[str, Any] = {}

@@ -63,4 +63,5 @@ class CheckpointSection(Section):
     """Seconds after which the orchestrator saves its own state with the next batch, however few steps it has been: what a kill
     can lose of what admission, samplers and scheduling have learnt."""
     keep_last: int = Field(default=3, ge=1)
-    """Checkpoints and weight versions kept."""
+    """Checkpoints kept; of weights and batches, as many versions as going back to the oldest of them takes: `every` times this,
+    and those that engines may still load."""
