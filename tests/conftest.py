@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -14,6 +15,11 @@ from hypothesis import HealthCheck, settings
 # A busy machine is slow, not wrong: no property is about how long one example takes.
 settings.register_profile("paceline", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("paceline")
+
+# A shell has what it puts into the background ignore Ctrl-C, and all that is started from there with it: what is said here
+# of Ctrl-C could not be tried.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
