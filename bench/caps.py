@@ -29,6 +29,9 @@ SECONDS, LOOK_S = 7200.0, 30.0
 GUIDED = ("predictive", "adaptive", "adaptive, begun there", "concur", "programs")
 """Beside fixed caps. `adaptive, begun there` begins with the best of them, which nobody knows beforehand."""
 
+BEYOND = 5 / 3
+"""By how much a cap goes beyond the best one, to see what that costs."""
+
 DRIFT_S, STRETCHES, TURNS = 14_400.0, 4, (8.0, 48.0)
 DRIFT_CAPS = (14, 18, 22, 26, 32, 40, 52, 68)
 SWEEP_SEED, SWEEP_S = 101, 3600.0
@@ -120,6 +123,9 @@ def stationary(tool_s: float, seeds: int, processes: int) -> Table:
         rule: [found[Job(seed, rule, tool_s, first=_first(rule, best))] for seed in numbers]
         for rule in GUIDED
     }
+    beyond = round(BEYOND * best)
+    found |= run([Job(seed, beyond, tool_s) for seed in numbers], processes)
+    seen[f"a fixed cap of {beyond}"] = [found[Job(seed, beyond, tool_s)] for seed in numbers]
     base = [found[Job(seed, best, tool_s)].goodput for seed in numbers]
     return Table(f"the best fixed cap, {best}", _ratios(seen, base), seen)
 
