@@ -51,8 +51,8 @@ def test_what_reaches_the_run_itself_ends_it_with_the_cause(tmp_path: Path, does
 @pytest.mark.parametrize(
     ("does", "told"),
     [
-        ("leave a task", "have left in the loop (_stays, _stays"),
-        ("leave a thread", "have left did not end within 8 s, and were cut off: sleeper, sleeper"),
+        ("leave a task", "_stays) did not stop within 8 s, and was cut off"),
+        ("leave a thread", "have left did not end within 8 s, and were cut off: sleeper"),
     ],
 )
 def test_what_it_leaves_behind_does_not_keep_a_run_that_is_done(tmp_path: Path, does: str, told: str) -> None:

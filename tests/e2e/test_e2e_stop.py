@@ -345,9 +345,9 @@ def test_each_life_is_decided_again_with_its_own_config(
     assert main(["replay", str(again.run_dir)]) == 0
     told = capsys.readouterr().out
     assert "were not decided again: its config" in told
-    assert main(["replay", str(again.run_dir), "--batches"]) == 0
+    assert main(["replay", str(again.run_dir), "--batches"]) == 2
     assert capsys.readouterr().out.splitlines() == [
         f"batches 1 to 2 were not made again: {kept}, which says how it was packed, is gone",
-        "2 batches are the same to the byte",
+        "2 of 4 batches are the same to the byte; 2 could not be made again",
     ]
     assert "of 1 life, no divergence" in told
