@@ -597,6 +597,26 @@ def test_code_that_cancels_whatever_tasks_it_finds_ends_the_run_and_leaves_no_ro
         run_driver(setup_for(seq_len=512), {"env": ScriptedEnv(cancels)}, max_seconds=1000)
 
 
+def test_what_an_environment_raises_while_the_run_is_stopped_does_not_leave_the_loop() -> None:
+    async def interrupts(task: Task, model: Model, ctx: Context) -> Result:
+        try:
+            await ctx.sleep(1000)
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+        raise AssertionError
+
+    async def part() -> None:
+        await asyncio.sleep(2)
+        raise EnvError("gone")
+
+    with pytest.raises(EnvError, match="gone"):
+        run_driver(
+            setup_for(seq_len=512),
+            {"env": ScriptedEnv(interrupts)},
+            during=lambda controls: controls.beside("spare part", part),
+        )
+
+
 def test_an_environments_own_time_limits_are_no_failures_of_its_engine() -> None:
     async def impatient(task: Task, model: Model, ctx: Context) -> Result:
         with contextlib.suppress(TimeoutError):

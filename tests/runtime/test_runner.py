@@ -820,6 +820,7 @@ def test_an_exception_that_would_leave_the_loop_fails_its_rollout_alone(error: B
 
     world = World(leaves, Script("abc"))
     world.runner.is_sole_canceller = True
+    world.runner.hears_signals = True
     rollout = world.run()
     assert outcome(rollout) == ("failed", "environment")
     assert type(error).__name__ in rollout.outcome.detail

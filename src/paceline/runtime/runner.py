@@ -111,6 +111,8 @@ class RolloutRunner:
         self._early: dict[RolloutId, CancelCause] = {}  # cancelled before their task has taken its first step
         self.is_sole_canceller = False
         """True while nobody cancels the tasks of `run` but through `cancel`: what else cancels one is its environment."""
+        self.hears_signals = False
+        """True where Ctrl-C comes as a signal that somebody handles: a KeyboardInterrupt is then what an environment raised."""
         self.on_stuck: Callable[[EnvError], None] = lambda error: None
         """Told of a rollout that did not stop for `STUCK_S`."""
 
@@ -324,9 +326,8 @@ class _Run:
 
     def _raise_if_ended_from_outside(self, error: BaseException) -> None:
         """Let a cancellation of the task by others than this module end it: the loop is shutting down."""
-        # A run hears signals in handlers of its own, so there an interrupt is what an environment raised; and one
-        # that left the task would leave the loop too, past everything that has to be stopped.
-        if isinstance(error, KeyboardInterrupt) and not self._runner.is_sole_canceller:
+        # An environment's interrupt that left the task would leave the loop too, past everything that has to be stopped.
+        if isinstance(error, KeyboardInterrupt) and not self._runner.hears_signals:
             raise error
         while self._cancels and self._task.cancelling():
             self._task.uncancel()
