@@ -190,7 +190,9 @@ class Driver:
                 self._inbox.on_event(self._decide, self._slice_s)
                 self._runner.on_stuck = self.fail
                 self._runner.on_continued = self._inbox.post
-                self._runner.hears_signals = True  # for as long as a rollout goes on, also while the run is stopped
+                self._runner.hears_signals = (
+                    True  # for as long as a rollout goes on, also while the run is stopped
+                )
                 self._runner.is_sole_canceller = True
                 try:
                     finish = await self._finish
