@@ -59,3 +59,4 @@ async def close_children(children: Sequence[ChildProcess], stopping: Stopping, *
         await closing
     finally:
         hurry.cancel()
+        await asyncio.wait((hurry,))  # so that no task of ours is left when the loop is asked which are

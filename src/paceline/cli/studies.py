@@ -56,6 +56,7 @@ def simulate(
             if progress is not None:
                 progress(len(cells), len(jobs))
         return cells
+    others = multiprocessing.active_children()
     with processes_of(count) as pool:
         try:
             with _no_interrupts():
@@ -67,7 +68,8 @@ def simulate(
         except BaseException:
             # They would finish their cells first, which may take hours.
             for process in multiprocessing.active_children():
-                process.terminate()
+                if process not in others:
+                    process.terminate()
             raise
     return cells
 

@@ -190,9 +190,8 @@ class Driver:
                 self._inbox.on_event(self._decide, self._slice_s)
                 self._runner.on_stuck = self.fail
                 self._runner.on_continued = self._inbox.post
-                self._runner.hears_signals = (
-                    True  # for as long as a rollout goes on, also while the run is stopped
-                )
+                # For as long as a rollout goes on, also while the run is being stopped.
+                self._runner.hears_signals = True
                 self._runner.is_sole_canceller = True
                 try:
                     finish = await self._finish
@@ -328,9 +327,8 @@ class Driver:
             try:
                 await asyncio.wait(waits_for)
             except asyncio.CancelledError as error:
-                if (
-                    not self._finish.done()
-                ):  # by code of an environment, which may cancel whatever task it finds
+                # By code of an environment, which may cancel whatever task it finds, unless the run has ended.
+                if not self._finish.done():
                     self._failed("rollouts", error)
                 for task in self._rolling.values():
                     task.cancel()

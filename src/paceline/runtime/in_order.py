@@ -19,7 +19,7 @@ from paceline.domain.commands import Command
 from paceline.domain.events import Event, GroupProcessed
 from paceline.domain.group import ClosedGroup
 from paceline.domain.ids import GroupId
-from paceline.runtime.processor import Processor
+from paceline.runtime.processor import Fail, Processor, Tell
 
 _BY_THE_CLOCK = "deadline"
 
@@ -33,12 +33,7 @@ class InOrder:
         self._on_note = on_note
         self._waiting: dict[GroupId, asyncio.Future[None]] = {}
 
-    def process_soon(
-        self,
-        group: ClosedGroup,
-        tell: Callable[[GroupProcessed], None],
-        fail: Callable[[BaseException], None],
-    ) -> bool:
+    def process_soon(self, group: ClosedGroup, tell: Tell, fail: Fail) -> bool:
         return False  # it may have to wait for others
 
     async def process(self, group: ClosedGroup) -> GroupProcessed:

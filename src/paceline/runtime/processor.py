@@ -47,15 +47,14 @@ class EnvProcessing(msgspec.Struct, frozen=True):
     algorithm: Algorithm
 
 
+Tell = Callable[[GroupProcessed], None]
+Fail = Callable[[BaseException], None]
+
+
 class Processor(Protocol):
     """Answers `ProcessGroup`."""
 
-    def process_soon(
-        self,
-        group: ClosedGroup,
-        tell: Callable[[GroupProcessed], None],
-        fail: Callable[[BaseException], None],
-    ) -> bool:
+    def process_soon(self, group: ClosedGroup, tell: Tell, fail: Fail) -> bool:
         """Process it on the loop, soon, and tell the answer, if that needs neither a thread nor I/O; False where it does.
         It costs a third of what a task around `process` does. `fail` hears of what is a bug of ours."""
         ...
@@ -83,12 +82,7 @@ class GroupProcessor:
         self._services = services
         self._calls = asyncio.Semaphore(SERVICE_CALLS)
 
-    def process_soon(
-        self,
-        group: ClosedGroup,
-        tell: Callable[[GroupProcessed], None],
-        fail: Callable[[BaseException], None],
-    ) -> bool:
+    def process_soon(self, group: ClosedGroup, tell: Tell, fail: Fail) -> bool:
         how = self._envs[group.task.env]
         if not (self._goes_on_the_loop(group) and asks_nothing(how.algorithm)):
             return False
@@ -98,16 +92,17 @@ class GroupProcessor:
             started = time.perf_counter()
             try:
                 try:
-                    result, text = carried(process_group, group, how.rules, how.algorithm), None
+                    result = carried(process_group, group, how.rules, how.algorithm)
                 except Exception as error:
-                    text = said_by(error)
-                    result = broken_group(group, text)
+                    answer = _broken(group, error, began)
+                else:
+                    answer = GroupProcessed(result, time.perf_counter() - began)
             except Exception as error:  # nobody else would hear of it, and the group never be answered
                 fail(error)
                 return
-            if (took := time.perf_counter() - started) > self._slow_s:
+            if time.perf_counter() - started > self._slow_s:
                 self._slow.add(group.task.env)
-            tell(GroupProcessed(result, took + started - began, text))
+            tell(answer)
 
         self._slices.add(work)
         return True
@@ -126,10 +121,7 @@ class GroupProcessor:
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            # The user's algorithm or service may raise anything. The group then trains nothing; the dead-group
-            # limit ends a run in which that is all that happens, with this text.
-            text = said_by(error)
-            return GroupProcessed(broken_group(group, text), time.perf_counter() - began, text)
+            return _broken(group, error, began)
         return GroupProcessed(result, time.perf_counter() - began)
 
     async def _fetch(self, requests: tuple[ServiceRequest, ...]) -> tuple[Any, ...]:
@@ -164,9 +156,18 @@ class GroupProcessor:
         return tuple([task.result() for task in tasks])
 
 
+def _broken(group: ClosedGroup, error: Exception, began: float) -> GroupProcessed:
+    """The answer where the user's algorithm or service has raised. The group trains nothing; the dead-group limit ends a
+    run in which that is all that happens, with this text."""
+    text = said_by(error)
+    return GroupProcessed(broken_group(group, text), time.perf_counter() - began, text)
+
+
 def _is_small(group: ClosedGroup) -> bool:
-    tokens = 0
+    left = SMALL_TOKENS
     for rollout in group.rollouts:
         for turn in rollout.turns:
-            tokens += len(turn.prompt_ids) + len(turn.sampled_ids)
-    return tokens <= SMALL_TOKENS
+            left -= len(turn.prompt_ids) + len(turn.sampled_ids)
+        if left < 0:
+            return False
+    return True

@@ -6,14 +6,13 @@ from typing import Final
 
 import numpy as np
 
-from paceline.core.samples import HIGHEST_LOGPROB, LOWEST_LOGPROB
+from paceline.core.samples import are_possible, impossible
 from paceline.domain.ids import EngineId
 from paceline.errors import EngineError, ImpossibleLogprobs
 from paceline.ports import GenerateReply
 
 _INT32: Final = np.dtype(np.int32)
 _FLOAT32: Final = np.dtype(np.float32)
-_least, _greatest = np.minimum.reduce, np.maximum.reduce
 
 
 def check_reply(reply: GenerateReply, max_tokens: int) -> GenerateReply:
@@ -35,9 +34,8 @@ def check_reply(reply: GenerateReply, max_tokens: int) -> GenerateReply:
     kinds = ids.dtype, logprobs.dtype
     if (kinds[0] is not _INT32 or kinds[1] is not _FLOAT32) and kinds != (_INT32, _FLOAT32):
         raise EngineError(f"the engine client returned {ids.dtype} ids and {logprobs.dtype} logprobs")
-    # Written so that NaN fails: it makes both comparisons false.
-    if not (_least(logprobs) > LOWEST_LOGPROB and _greatest(logprobs) <= HIGHEST_LOGPROB):
-        bad = np.flatnonzero(~((logprobs > LOWEST_LOGPROB) & (logprobs <= HIGHEST_LOGPROB)))
+    if not are_possible(logprobs):
+        bad = np.flatnonzero(impossible(logprobs))
         at = int(bad[0])
         raise ImpossibleLogprobs(
             f"the engine returned {float(logprobs[at])} as the logprob of sampled token {at} (id {int(ids[at])}); "

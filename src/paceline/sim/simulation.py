@@ -83,7 +83,6 @@ class Simulation:
         self._training = Training(
             self, trainer or TrainerModel(), weights or WeightsModel(), self._faults, self._fault_key
         )
-        self._updates = self._training.updates
         self._shared_kv_s = shared_kv_s
         self._folds = tuple(folds)
         self._watch = watch
@@ -247,23 +246,19 @@ class Simulation:
                 return
             engine = self.engines[name]
             engine.submit(call, self.now)
-            if engine.next_at < self._armed[name]:
-                self._arm(name, engine)
+            self.arm(name, engine)
 
     def _do_ForgetGroup(self, command: do.ForgetGroup) -> None:
         self._siblings.forget(command.group)
 
     # ── engines ──
 
-    def _arm(self, name: EngineId, engine: Endpoint) -> None:
-        self._armed[name] = engine.next_at
-        self._order += 1
-        heappush(self._heap, (engine.next_at, self._order, self._engine_due, (name, engine)))
-
     def arm(self, name: EngineId, engine: Endpoint) -> None:
         """Wake the engine when its next call is due, if that is sooner than was thought."""
         if engine.next_at < self._armed[name]:
-            self._arm(name, engine)
+            self._armed[name] = engine.next_at
+            self._order += 1
+            heappush(self._heap, (engine.next_at, self._order, self._engine_due, (name, engine)))
 
     def _engine_due(self, name: EngineId, engine: Endpoint) -> None:
         if self._armed[name] == self.now:
@@ -271,10 +266,9 @@ class Simulation:
         if engine.next_at <= self.now:
             for call in engine.run(self.now):
                 self._call_done(name, engine, call, "stop")
-            if engine.is_still and name in self._updates:
-                self._training.load(name)
-        if engine.next_at < self._armed[name]:
-            self._arm(name, engine)
+            if engine.is_still:
+                self._training.stands(name)
+        self.arm(name, engine)
 
     def _call_done(self, name: EngineId, engine: Endpoint, call: Call, finish: Finish) -> None:
         rollout = self.running[call.key]  # type: ignore[index]
@@ -373,10 +367,9 @@ class Simulation:
             return  # it had finished at this very moment
         engine.abort(call, self.now)
         self._call_done(name, engine, call, "abort")
-        if engine.is_still and name in self._updates:
-            self._training.load(name)
-        if engine.next_at < self._armed[name]:
-            self._arm(name, engine)
+        if engine.is_still:
+            self._training.stands(name)
+        self.arm(name, engine)
 
     def bring_up(self, name: EngineId, engine: Endpoint) -> None:
         """What is due on an engine at this very moment comes first."""
@@ -411,8 +404,7 @@ class Simulation:
         calls = engine.kill()
         self._armed[name] = inf
         self._post(on.EngineLost(name, "a modelled engine is gone"))
-        if name in self._updates:
-            self._training.refused(name)
+        self._training.lost(name)
         for call in calls:
             rollout = self.running[call.key]  # type: ignore[index]
             if rollout.call is call:

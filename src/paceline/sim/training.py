@@ -36,7 +36,7 @@ class Training:
         self._fault_key = fault_key
         self.trained = 0
         """Steps taken."""
-        self.updates: dict[EngineId, tuple[do.UpdateWeights, float]] = {}
+        self._updates: dict[EngineId, tuple[do.UpdateWeights, float]] = {}
         """Weights that engines are about to load, and since when; they may still be finishing a step."""
         self._loads: Counter[EngineId] = Counter()
         """Tries to load weights that a fault may have hit."""
@@ -80,21 +80,25 @@ class Training:
     def _update(self, command: do.UpdateWeights) -> None:
         simulation, name = self._simulation, command.engine
         engine = simulation.engines[name]
-        self.updates[name] = command, simulation.now
+        self._updates[name] = command, simulation.now
         if name in simulation.lost:
-            self.refused(name)
+            self.lost(name)
             return
         simulation.bring_up(name, engine)
         engine.stop(simulation.now, drain=self._weights.mode == "drain")
         if engine.is_still:
-            self.load(name)
+            self._load(name)
         else:
             simulation.arm(name, engine)
 
-    def load(self, name: EngineId) -> None:
-        """The engine stands still: the weights go in."""
+    def stands(self, name: EngineId) -> None:
+        """The engine stands still: weights that wait for it go in."""
+        if name in self._updates:
+            self._load(name)
+
+    def _load(self, name: EngineId) -> None:
         simulation = self._simulation
-        command, since = self.updates.pop(name)
+        command, since = self._updates.pop(name)
         life = simulation.lives[name]
         if self._weights.load_s:
             simulation.at(simulation.now + self._weights.load_s, self._load_ended, name, command, since, life)
@@ -119,8 +123,10 @@ class Training:
             simulation.arm(name, engine)
         simulation.post(on.WeightsLoaded(name, command.version, simulation.now - since, error))
 
-    def refused(self, name: EngineId) -> None:
-        """The engine is gone that was to load."""
+    def lost(self, name: EngineId) -> None:
+        """The engine is gone; if it was to load, that has failed."""
         simulation = self._simulation
-        command, since = self.updates.pop(name)
+        if name not in self._updates:
+            return
+        command, since = self._updates.pop(name)
         simulation.post(on.WeightsLoaded(name, command.version, simulation.now - since, "connection refused"))
