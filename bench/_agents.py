@@ -46,6 +46,8 @@ from paceline.tokens.tokenizer import ChatTokenizer
 
 PROMPT, TURNS, OBSERVED, SAMPLED, LONGEST = 400, 10.0, 120.0, 20.0, 4000
 """Tokens of the first prompt, median turns, median tokens of a tool's answer and of the model's, longest context."""
+MOST_SAMPLED = 256
+"""Tokens of a turn, whatever a workload asks for: it would be answered with fewer than its simulation has."""
 
 
 def _bytes() -> ChatTokenizer:
@@ -83,6 +85,8 @@ class Agents(Environment):
 
     def __init__(self, tool_s: float, seed: int, shape: Shape | None = None) -> None:
         self._tool_s, self._seed, self._shape = tool_s, seed, shape or Shape()
+        if self._shape.most_sampled > MOST_SAMPLED:
+            raise ValueError(f"turns of {self._shape.most_sampled} tokens are cut off at {MOST_SAMPLED}")
 
     def tasks(self, split: str) -> EndlessTasks:
         return EndlessTasks(lambda index: index, "agents")
@@ -223,7 +227,7 @@ async def run_agents(
         environment=environment,
         source=environment.tasks("train"),
         limits=Limits(deadline_s=100 * seconds),
-        sampling=SamplingSection(max_tokens=256),
+        sampling=SamplingSection(max_tokens=MOST_SAMPLED),
         bridge=Bridge(_bytes()),
     )
     began = loop.time()

@@ -2,7 +2,9 @@
 
 `FIT` is what an engine is calibrated by, `HELD_OUT` what is then told of it. The first were chosen for what they span, on simulated
 engines whose constants are known, and before any error on a real one was seen: one sequence to 64 in a step, 60 to 3,000 tokens
-of prompt, answers of 8 to 150, and contexts that grow over turns. The two have no load in common, and no seed.
+of prompt, answers of 8 to 150, and contexts that grow over turns.
+`siblings`, whose prompts are shared, came last, after loads to be told had shown that it was missing. The two have no load in
+common, and no seed.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 
 from bench._agents import LONGEST, RULES, Agents, Shape, Watch, run_agents, setup_of, window
@@ -47,21 +50,22 @@ class Load:
 
 
 FIT = {
-    "few": Load(Shape(60, 1.0, 1.0, 120.0, 400), 0.0, 2, 25.0, 11),
+    "few": Load(Shape(60, 1.0, 1.0, 120.0, 256), 0.0, 2, 25.0, 11),
     "many": Load(Shape(60, 1.0, 1.0, 20.0, 100), 0.0, 64, 25.0, 12),
-    "wide": Load(Shape(60, 1.0, 1.0, 150.0, 400), 0.0, 32, 25.0, 13),
+    "wide": Load(Shape(60, 1.0, 1.0, 150.0, 256), 0.0, 32, 25.0, 13),
     "prompts": Load(Shape(600, 1.0, 1.0, 20.0, 100), 0.0, 12, 25.0, 14),
     "reading": Load(Shape(3000, 1.0, 1.0, 8.0, 30), 0.0, 1, 25.0, 15),
-    "long": Load(Shape(2500, 1.0, 1.0, 120.0, 400), 0.0, 4, 25.0, 16),
+    "long": Load(Shape(2500, 1.0, 1.0, 120.0, 256), 0.0, 4, 25.0, 16),
     "turns": Load(Shape(300, 6.0, 150.0, 40.0, 200), 0.0, 6, 25.0, 17),
+    "siblings": Load(Shape(500, 1.0, 1.0, 100.0, 256, shares_prompt=True), 0.0, 16, 25.0, 18),
 }
-_ANSWERS = Shape(100, 1.0, 1.0, 60.0, 400, shares_prompt=True)
+_ANSWERS = Shape(100, 1.0, 1.0, 60.0, 256, shares_prompt=True)
 HELD_OUT = {
-    "answers": Load(_ANSWERS, 0.0, 16, 70.0, 7),
-    "crowd": Load(_ANSWERS, 0.0, 48, 70.0, 7),
-    "agents": Load(Shape(shares_prompt=True), 1.0, 8, 70.0, 7),
-    "essays": Load(Shape(800, 1.0, 1.0, 250.0, 400, shares_prompt=True), 0.0, 6, 70.0, 7),
-    "helpers": Load(Shape(200, 4.0, 60.0, 30.0, 128, shares_prompt=True), 0.5, 24, 70.0, 7),
+    "answers": Load(_ANSWERS, 0.0, 16, 40.0, 7),
+    "crowd": Load(_ANSWERS, 0.0, 48, 40.0, 7),
+    "agents": Load(Shape(shares_prompt=True), 1.0, 8, 40.0, 7),
+    "essays": Load(Shape(800, 1.0, 1.0, 250.0, 256, shares_prompt=True), 0.0, 6, 40.0, 7),
+    "helpers": Load(Shape(200, 4.0, 60.0, 30.0, 128, shares_prompt=True), 0.5, 24, 40.0, 7),
 }
 
 
@@ -71,29 +75,37 @@ class Observed:
 
     records: Sequence[Record]
     """The journals of those to fit to, one after the other."""
-    cells: Mapping[str, Mapping[str, float]]
-    """What `window` says of each."""
+    cells: Mapping[str, Sequence[tuple[Load, Mapping[str, float]]]]
+    """By name: each time that it ran, and what `window` says of it."""
 
 
 def observed(engine: str) -> Observed:
-    """Those to fit to before the others and once more behind them, so that what changes on a machine within minutes is not in one
-    of them alone."""
-    again = {f"{name} again": replace(load, seed=load.seed + 100) for name, load in FIT.items()}
+    """All loads in turn, and all once more with other rollouts: those to fit to and those to be told alternate, so that what changes
+    on a machine within minutes is not in one kind of them alone."""
     records: list[Record] = []
-    cells: dict[str, Mapping[str, float]] = {}
+    cells: dict[str, list[tuple[Load, Mapping[str, float]]]] = {name: [] for name in FIT | HELD_OUT}
     cores = sorted(os.sched_getaffinity(0))
     try:
         os.sched_setaffinity(0, cores[-1:])  # the server inherits it
         with _server(engine) as server:
             os.sched_setaffinity(0, cores[:-1] or cores)
             asyncio.run(warm_up(server))
-            for name, load in (FIT | HELD_OUT | again).items():
-                journal, cells[name] = asyncio.run(_observe(server, load))
-                if name not in HELD_OUT:
-                    records += journal
+            for more in (0, 100):
+                for name, first in _in_turn().items():
+                    load = replace(first, seed=first.seed + more)
+                    journal, cell = asyncio.run(_observe(server, load))
+                    cells[name].append((load, cell))
+                    if name in FIT:
+                        records += journal
     finally:
         os.sched_setaffinity(0, cores)
     return Observed(records, cells)
+
+
+def _in_turn() -> dict[str, Load]:
+    """One to fit to, one to be told, as long as there are both."""
+    pairs = zip_longest(FIT.items(), HELD_OUT.items())
+    return dict(named for pair in pairs for named in pair if named is not None)
 
 
 @contextmanager

@@ -37,26 +37,26 @@ STEPS, SKIPPED = 24, 4
 MOST_S = 1800.0
 """Seconds that one run may take; it takes some minutes."""
 TOLD = ("reverse-text", "guess-number")
-FIT: dict[str, dict[str, Any]] = {
-    "few": {
-        "env": [{"id": "arithmetic", "group_size": 8}],
-        "sampling": {"max_tokens": 24},
-        "admission": {"cap": 16},
-        "batch": {"rollouts": 32, "seq_len": 256, "micro_batch_tokens": 4096},
-    },
-    "wide": {
-        "env": [{"id": "arithmetic", "group_size": 8}],
-        "sampling": {"max_tokens": 24},
-        "admission": {"cap": 64},
-        "batch": {"rollouts": 64, "seq_len": 256, "micro_batch_tokens": 4096},
+
+
+def _alone(env: str, cap: int, batch: int) -> dict[str, Any]:
+    return {
+        "env": [{"id": env, "group_size": 8}],
+        "sampling": {"max_tokens": 32},
+        "admission": {"cap": cap},
+        "batch": {"rollouts": batch, "seq_len": 256, "micro_batch_tokens": 4096},
         "filters": {"zero_advantage": False},
-    },
+    }
+
+
+FIT: dict[str, dict[str, Any]] = {
+    "few": _alone("bench._long_texts:LongTexts", 8, 32),
+    "wide": _alone("bench._long_texts:LongTexts", 48, 64),
+    "short": _alone("arithmetic", 32, 64),
     "many": {"env": [{"id": "store-search", "args": {"wait_s": 0.05}, "group_size": 8}]},
 }
-"""What differs from the example of store-search: few short answers at a time and small batches; many long answers; many at a time with
-several turns and large batches."""
-BABBLES = {"embedded": 5.0, "vllm": 2.0}
-"""Temperature at which the policy of `wide` gives long answers, up to all 24 tokens; the most that vLLM takes is 2."""
+"""What differs from the example of store-search: few long answers at a time and small batches; many of them; short ones; many at a
+time with several turns and large batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +90,6 @@ def _run(example: str, name: str, changes: Mapping[str, Any], engine: str, folde
     config = tomllib.loads((ROOT / "examples" / example / "run.toml").read_text())
     del config["eval"]
     config |= deepcopy(dict(changes))
-    if name == "wide":
-        config["sampling"]["temperature"] = BABBLES[engine]
     config["run"] |= {"dir": str(folder), "name": name, "max_steps": STEPS}
     with serving(POLICY) if engine == "vllm" else nullcontext() as server:
         before = 0.0
@@ -116,7 +114,7 @@ def _run(example: str, name: str, changes: Mapping[str, Any], engine: str, folde
 def _finished(name: str, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """RuntimeError when it takes more than `MOST_S`; trainer and engines of a run end with it."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=MOST_S)
+        return subprocess.run(command, capture_output=True, text=True, timeout=MOST_S, cwd=ROOT)
     except subprocess.TimeoutExpired as late:
         said = b"".join(part for part in (late.stdout, late.stderr) if part).decode(errors="replace")
         raise RuntimeError(

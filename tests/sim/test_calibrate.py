@@ -89,7 +89,7 @@ def test_what_a_request_costs_beside_its_tokens_is_told_from_them() -> None:
 
 
 class Answers:
-    """Answers to a prompt that shares nothing, of `answer` tokens on the mean; 150 tokens are observed between two."""
+    """Answers to a prompt that a group shares, of `answer` tokens on the mean; 150 tokens are observed between two."""
 
     def __init__(self, prompt: int, answer: int, turns: int) -> None:
         self.prompt, self.answer, self.turns = prompt, answer, turns
@@ -104,8 +104,8 @@ class Answers:
         return RolloutPlan(prompt=self.prompt, turns=tuple(turns))
 
 
-@pytest.mark.parametrize("pads", [False, True])
-def test_loads_that_span_tell_steps_and_prompts_of_every_size(pads: bool) -> None:
+@pytest.mark.parametrize(("pads", "again"), [(False, 1.0), (True, 1.0), (False, 0.1)])
+def test_loads_that_span_tell_steps_and_prompts_of_every_size(pads: bool, again: float) -> None:
     """Few and many at a time, short and long prompts, short and long answers: `docs/simulator.md` names them. Answers wait for steps
     that are under way and for prompts of others, which may not be taken for what a request or a token costs."""
     small = Speed(
@@ -115,6 +115,7 @@ def test_loads_that_span_tell_steps_and_prompts_of_every_size(pads: bool) -> Non
         weights_s=0.0,
         token_s=2e-4,
         kv_s=2e-6,
+        kv_again=again,
         pads=pads,
         attention_s=1.5e-7,
         overhead_s=8e-3,
@@ -129,6 +130,7 @@ def test_loads_that_span_tell_steps_and_prompts_of_every_size(pads: bool) -> Non
         (3000, 10, 1),
         (2500, 150, 4),
         (300, 40, 6),
+        (500, 100, 16),
     ]
     records: list[Record] = []
     for prompt, answer, cap in loads:
@@ -146,6 +148,7 @@ def test_loads_that_span_tell_steps_and_prompts_of_every_size(pads: bool) -> Non
     assert found.pads is pads
     assert abs(found.total_error) < 0.05
     assert found.fixed_s == pytest.approx(small.overhead_s, rel=0.1)
+    assert found.again_s / found.context_s == pytest.approx(again, abs=0.15)
     for batch, context in [(2, 150), (4, 2500), (32, 200), (64, 80)]:
         truth = small.decode_s(batch) + batch * context * small.kv_s
         assert step_s(found, batch, context) == pytest.approx(truth, rel=0.1)
@@ -226,7 +229,7 @@ def test_the_error_of_a_request_is_of_those_that_were_not_fitted_to() -> None:
 
 
 def test_the_last_stretch_makes_no_sum_by_itself() -> None:
-    one = Stretch(1.0, 10.0, 10.0, 0.0, 0.0, 0.0, 0.0, 1.0)
+    one = Stretch(1.0, 10.0, 10.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
     for number, sums in [(40, 24), (48, 24), (64, 32), (65, 33)]:
         assert len(set(sums_of([one] * number).tolist())) == sums
     assert sums_of([one] * 64).tolist()[-4:] == [30, 31, 31, 31]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from math import inf
 from random import Random
 
@@ -90,7 +91,7 @@ def test_the_closed_form_ends_every_request_when_step_by_step_would(
 @settings(max_examples=60, deadline=None)
 def test_blocks_are_counted_as_if_each_request_were_looked_at(seed: int) -> None:
     random = Random(seed)
-    engine = EngineModel(Speed(kv_tokens=4_000, max_num_seqs=16, max_batched_tokens=700))
+    engine = EngineModel(Speed(kv_tokens=4_000, max_num_seqs=16, max_batched_tokens=700, kv_again=0.5))
     calls, now, aborted, done = {}, 0.0, set(), 0
     for number in range(40):
         chain = ((("g", number % 5), 4),) if random.random() < 0.6 else ()
@@ -114,17 +115,40 @@ def test_blocks_are_counted_as_if_each_request_were_looked_at(seed: int) -> None
 
 def check_blocks(engine: EngineModel) -> None:
     """What the engine adds up, added up anew."""
-    block, total, shared = engine.speed.block, 0, {}
+    block, total, shared, again = engine.speed.block, 0, {}, 0
+    read: set[Hashable] = set()
     for call in engine._running.values():
         tokens = call.prompt + call.sampled
         if call.running == 2 or (call.running == 3 and call not in engine._prefilling):
             tokens = call.prompt + call.joined_sampled + engine._steps - call.joined_step
+            again += block * sum(blocks for key, blocks in call.chain if key in read)
+            read.update(dict(call.chain))
         total += -(-(tokens - call.shared_tokens) // block)
         shared.update(dict(call.chain))
     assert engine._held == total + sum(shared.values())
     assert engine._held <= engine._blocks or len(engine._running) == 1
     assert engine._cache.idle_blocks == sum(engine._cache._line.values())
     assert engine._batch == sum(engine._phases)
+    assert engine._again == again
+
+
+@pytest.mark.parametrize("pads", [False, True])
+def test_a_prompt_that_several_share_is_read_again_for_less(pads: bool) -> None:
+    """Three requests: the first is prefilled alone, the others while it decodes. In 99 steps all three decode, in the last two do."""
+
+    def ends_at(kv_again: float) -> float:
+        engine = EngineModel(
+            msgspec.structs.replace(PLAIN, pads=pads, kv_again=kv_again, max_batched_tokens=8192)
+        )
+        calls = [Call(number, 400, 101, chain=(("group", 10),)) for number in range(3)]
+        for call in calls:
+            engine.submit(call, 0.0)
+        assert [call.key for call in drive(engine)] == [0, 1, 2]
+        return engine.totals.busy_s
+
+    again = (99 * 2 + 1) * 160
+    saved = 0.0 if pads else 0.75 * again * PLAIN.kv_s
+    assert ends_at(1.0) - ends_at(0.25) == pytest.approx(saved, abs=1e-12)
 
 
 def test_a_full_cache_preempts_the_last_to_enter_and_it_is_computed_again() -> None:

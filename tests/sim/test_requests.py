@@ -20,6 +20,7 @@ ALONE = Stretch(
     sequences=10.0,
     context=10 * 0.9 * 105,
     padded=10 * 0.9 * 105,
+    again=0.0,
     prefilled=80.0,
     attended=80.0 * 60,
     came=1.0,
@@ -103,7 +104,7 @@ def test_a_long_prompt_takes_steps_that_sample_nothing() -> None:
     """A prompt of 1,000 tokens by 300: three steps before the one that samples, so that 7 tokens see 10 steps."""
     (request,), _ = found(opened(), asked(1.0, A, context=1000), ended(3.0, A, sampled=7, cached=0), most=300)
     assert request == same(
-        Stretch(2.0, 10.0, 7.0, 10 * 0.6 * 1003.5, 10 * 0.6 * 1003.5, 1000.0, 1000.0 * 500, 1.0)
+        Stretch(2.0, 10.0, 7.0, 10 * 0.6 * 1003.5, 10 * 0.6 * 1003.5, 0.0, 1000.0, 1000.0 * 500, 1.0)
     )
 
 
@@ -122,11 +123,29 @@ def test_a_request_of_which_all_time_is_that_of_a_load_is_left_out(sampled: int)
     assert (requests, stretches) == ([same(ALONE)], [same(ALONE)])
 
 
+def test_what_siblings_share_is_read_again_where_one_of_them_found_it() -> None:
+    """Of one group, version and engine; what a later turn finds is its own conversation."""
+    other, turn_2 = RolloutId(1, 0), asked(4.0, A, context=150)
+    (first, *_, last), _ = found(
+        opened(),
+        asked(1.0, A),
+        asked(1.0, other),
+        ended(3.0, A, cached=0),
+        ended(3.0, other, cached=20),
+        turn_2,
+        asked(4.0, B),
+        ended(6.0, A, cached=110),
+        ended(6.0, B, cached=96),
+    )
+    assert first.again == 0.0
+    assert last.again == pytest.approx(10 * 0.9 * 96, rel=0.1)
+
+
 def test_what_a_life_leaves_under_way_is_none_of_the_next() -> None:
     """B runs beside A until the life ends, with no more prompt than is known; the clock of the next life begins anew."""
     requests, stretches = found(
         opened(), asked(1.0, A), asked(1.0, B), ended(3.0, A), opened(), asked(1.0, A), ended(3.0, A)
     )
     both = 10 * (0.9 * 105 + 105)
-    shared = Stretch(2.0, 10.0, 20.0, both, both, 80.0, 80.0 * 60, 2.0)
+    shared = Stretch(2.0, 10.0, 20.0, both, both, 10 * 20, 80.0, 80.0 * 60, 2.0)
     assert (requests, stretches) == ([same(shared), same(ALONE)],) * 2

@@ -58,6 +58,10 @@ def _show_engines(found: Calibration) -> None:
     print(f"  a sequence in it   {1e6 * found.seq_s:>10.3f} us")
     padded = "   as many for each sequence as the longest has" if found.pads else ""
     print(f"  a token of context {1e9 * found.context_s:>10.3f} ns{padded}")
+    if not found.pads:
+        print(
+            f"    read again       {1e9 * found.again_s:>10.3f} ns   by a sequence of the same step that shares it"
+        )
     print(f"a prompt token       {1e6 * found.token_s:>10.3f} us   if it is not cached")
     print(f"  a token before it  {1e9 * found.attention_s:>10.3f} ns")
     print(f"a request            {1e3 * found.request_s:>10.3f} ms   to take it in and answer it")

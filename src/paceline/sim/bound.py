@@ -63,6 +63,7 @@ def lower_bound(
         )
     work = float(n.sum())
     area = float((p * n + n * n / 2).sum())
+    read = float((speed.kv_again * p * n + n * n / 2).sum())  # of a shared prompt at least that is to be paid
     prefill = float((p * speed.token_s + p * p / 2 * speed.attention_s).sum()) / group_size
 
     def busy_s(steps: float) -> float:
@@ -70,7 +71,7 @@ def lower_bound(
         batch = min(speed.max_num_seqs, max(1.0, work / steps))
         # Reading the weights is paid a step, computing a token; whichever is larger bounds both.
         gemm = max(steps * speed.gemm_s(max(1, int(batch)), 0.0), work * speed.token_s)
-        return gemm + steps * speed.overhead_s + work * speed.seq_s + area * speed.kv_s + prefill
+        return gemm + steps * speed.overhead_s + work * speed.seq_s + read * speed.kv_s + prefill
 
     steps = max(area / speed.kv_tokens, work / speed.max_num_seqs)
     longest = int(np.argmax(n))

@@ -1,10 +1,11 @@
 """Fits an engine's step to recorded runs: what it costs by itself, by sequence, by token computed, by token of context, and
 what a request costs on top.
 
-    seconds of an engine = steps · fixed + sequences · sequence + context · read
+    seconds of an engine = steps · fixed + sequences · sequence + context · read + again · read again
                            + prefilled · (token + context before it · attention) + came · request
 
-in each of many sums over its time (`sim/requests.py`). Where every sequence of a step costs as much as the longest, `context` is
+in each of many sums over its time (`sim/requests.py`). `again` is context that several sequences of a step share, which caches of the
+processor may make cheaper; it is not in `context` then. Where every sequence of a step costs as much as the longest, `context` is
 that (`Speed.pads`): both are fitted, and the one that tells more is taken. By least squares of the relative error with no
 constant below nought, to every other sum; the errors are of the rest. A second counts as much as another, however many requests
 ran in it. With what the engines said of themselves that makes a modelled engine (`recorded_engines`), on which other workloads
@@ -35,12 +36,16 @@ LEAST = 40
 """Requests below which nothing can be fitted."""
 _GENERATIONS, _GROUPS = 2.0, 24
 """How many times all requests under way are answered, in a sum that is fitted; how many sums there are at least."""
-_SPARE = (4, 5)
-"""Columns of `_rows` that are left out where the others tell as much: attention, then requests."""
+_CONTEXT, _AGAIN = 2, 3
+"""Columns of `_rows`: context that is read for the first time in a step, and again."""
+_SPARE = (5, 6)
+"""Those that are left out where the others tell as much: attention, then requests."""
 _TOLD = 0.12
 """Share of a column that no mixture of the others makes, above which loads tell what it costs."""
 _NO_WORSE = 1.02
 """By how much they may be off more without."""
+_SURE = 10.0
+"""F above which one more constant is believed: by chance it is so large once in five hundred fits."""
 
 
 class Calibration(msgspec.Struct, frozen=True):
@@ -51,6 +56,8 @@ class Calibration(msgspec.Struct, frozen=True):
     """A sequence in a step, with the token of it that is computed."""
     context_s: float
     """A token of context, in a step."""
+    again_s: float
+    """The same where another sequence of the step has it in the same block. As much, where the loads do not tell."""
     pads: bool
     """Whether each sequence has as many of them as the longest of its step."""
     token_s: float
@@ -79,6 +86,7 @@ class Calibration(msgspec.Struct, frozen=True):
             weights_s=0.0,
             token_s=self.token_s,
             kv_s=self.context_s,
+            kv_again=self.again_s / self.context_s if self.context_s else 1.0,
             pads=self.pads,
             attention_s=self.attention_s,
             overhead_s=self.fixed_s,
@@ -137,11 +145,12 @@ def _fitted(seen: EngineTime, pads: bool) -> Calibration:
     # Each stretch is up to the end of the request with its number.
     ends_outside = ends_in % 2 == 1
     rows, seconds = (each[ends_outside] for each in _rows(seen.requests, pads))
-    fixed_s, above_s, context_s, token_s, attention_s, request_s = map(float, found)
+    fixed_s, above_s, context_s, again_s, token_s, attention_s, request_s = map(float, found)
     return Calibration(
         fixed_s,
         above_s + token_s,
         context_s,
+        again_s,
         pads,
         token_s,
         attention_s,
@@ -165,6 +174,21 @@ def sums_of(stretches: Sequence[Stretch]) -> NDArray[np.intp]:
 
 
 def _constants(design: NDArray[np.float64], took: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Context is taken to cost less when it is read again only by loads that tell it, and that are told better so."""
+    alike = design.copy()
+    alike[:, _CONTEXT] += alike[:, _AGAIN]
+    alike[:, _AGAIN] = 0.0
+    found = _without_spare(alike, took)
+    if _of_its_own(design / np.sqrt(took)[:, None], _AGAIN) > _TOLD:
+        apart = _without_spare(design, took)
+        better = (_spread(alike @ found, took) / max(1e-9, _spread(design @ apart, took))) ** 2 - 1
+        if better * (len(took) - design.shape[1]) > _SURE and apart[_AGAIN] < apart[_CONTEXT]:
+            return apart
+    found[_AGAIN] = found[_CONTEXT]
+    return found
+
+
+def _without_spare(design: NDArray[np.float64], took: NDArray[np.float64]) -> NDArray[np.float64]:
     """What is spare only where it is needed. Where all prompts are alike, attention, tokens and requests cannot be told from
     each other, and a cost of attention found there would be far too much for longer prompts."""
     found = non_negative(design, took, weight=took)
@@ -194,13 +218,14 @@ def _spread(told: NDArray[np.float64], took: NDArray[np.float64]) -> float:
 
 
 def _rows(stretches: Sequence[Stretch], pads: bool) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """float64[N, 6], what was done in each, by what one of it costs; float64[N], its seconds. Each sequence of a step has a token
+    """float64[N, 7], what was done in each, by what one of it costs; float64[N], its seconds. Each sequence of a step has a token
     computed, so its cost is counted above that."""
     rows = [
         (
             each.steps,
             each.sequences,
-            each.padded if pads else each.context,
+            each.padded if pads else each.context - each.again,
+            0.0 if pads else each.again,
             each.sequences + each.prefilled,
             each.attended,
             each.came,

@@ -14,8 +14,8 @@ def non_negative(
     one weighs no more than a short one. What would be negative is left out, the worst first."""
     wanted = np.ones(len(took)) if weight is None else np.sqrt(weight)
     rows = design * (wanted / took)[:, None]
-    scale = np.maximum(np.abs(rows).max(axis=0), 1e-300)
-    used = list(range(rows.shape[1]))
+    scale = np.abs(rows).max(axis=0)
+    used = np.flatnonzero(scale).tolist()  # of what never happened nothing is known
     while used:
         part, *_ = np.linalg.lstsq(rows[:, used] / scale[used], wanted, rcond=None)
         if part.min() >= 0:

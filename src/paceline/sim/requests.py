@@ -22,7 +22,7 @@ from paceline.domain import commands as do
 from paceline.domain import events as on
 from paceline.domain.commands import Command
 from paceline.domain.events import Event
-from paceline.domain.ids import EngineId, RolloutId
+from paceline.domain.ids import EngineId, GroupId, RolloutId, Version
 
 Record: TypeAlias = tuple[float, Event, Sequence[Command]]
 """When, what happened, and what was decided: as journals have it."""
@@ -40,6 +40,9 @@ class Stretch(msgspec.Struct, frozen=True):
     """Tokens of their contexts, in all."""
     padded: float
     """What these were if all were as long as the longest of their step."""
+    again: float
+    """Tokens of `context` that another sequence of the same step has in the same blocks, each but once: prompts that the members of a
+    group share."""
     prefilled: float
     """Prompt tokens that were not cached, of all requests that entered meanwhile."""
     attended: float
@@ -61,12 +64,23 @@ class EngineTime(msgspec.Struct, frozen=True):
     """From the end of one of them to that of the next, on the same engine: all of its time, and nothing twice."""
 
 
+class _Siblings:
+    """The members of a group that one engine serves under one policy version: a prefix cache holds their prompt once for all."""
+
+    def __init__(self) -> None:
+        self.prompt = 0
+        """Tokens that one of them found there when it began."""
+
+
 class _Call:
     """A request under way."""
 
-    def __init__(self, came: float, context: int) -> None:
+    def __init__(self, came: float, context: int, siblings: _Siblings, *, is_first: bool) -> None:
+        """`is_first`: of its rollout."""
         self.came = came
         self.context = context
+        self.siblings = siblings
+        self.is_first = is_first
         self.ended: float | None = None
         self.sampled = 0
         self.missed = 0
@@ -122,6 +136,8 @@ class _Seen:
         self._engines: dict[EngineId, _Life] = {}
         self._asked: dict[RolloutId, int] = {}
         self._open: dict[RolloutId, _Call] = {}
+        self._begun: set[RolloutId] = set()
+        self._siblings: dict[tuple[GroupId, EngineId, Version], _Siblings] = {}
         self._last = 0.0
 
     def apply(self, at: float, event: Event, commands: Sequence[Command]) -> None:
@@ -137,11 +153,17 @@ class _Seen:
         self._last = at
         for command in commands:
             if isinstance(command, do.GrantTurn):
-                call = _Call(at, self._asked.get(command.rollout, 0))
-                self._open[command.rollout] = call
-                self._engine(command.engine).calls.append(call)
+                self._begin(at, command)
             elif isinstance(command, do.UpdateWeights):
                 self._engine(command.engine).changes.append((at, False))
+
+    def _begin(self, at: float, command: do.GrantTurn) -> None:
+        rollout, engine = command.rollout, command.engine
+        siblings = self._siblings.setdefault((rollout.group, engine, command.version), _Siblings())
+        is_first = rollout not in self._begun
+        self._begun.add(rollout)
+        call = self._open[rollout] = _Call(at, self._asked.get(rollout, 0), siblings, is_first=is_first)
+        self._engine(engine).calls.append(call)
 
     def _segment_ended(self, at: float, event: on.SegmentEnded) -> None:
         call = self._open.pop(event.rollout, None)
@@ -152,6 +174,8 @@ class _Seen:
         call.is_whole = event.error is None and call.sampled > 0
         if call.is_whole:
             call.missed = max(0, call.context - event.cached_tokens)
+            if call.is_first:
+                call.siblings.prompt = max(call.siblings.prompt, call.context - call.missed)
 
     def _engine(self, name: EngineId) -> _Life:
         life = self._engines.get(name)
@@ -165,6 +189,7 @@ class _Seen:
         for call in self._open.values():
             call.ended = self._last
         self._engines, self._asked, self._open, self._last = {}, {}, {}, 0.0
+        self._begun, self._siblings = set(), {}
 
 
 _ENDS, _COMES, _ENTERS = 0, 1, 2
@@ -265,7 +290,8 @@ class _Sums:
         seconds, middle = until - since, (since + until) / 2
         paces = [call.pace for call in running if call.pace]
         pace = fsum(paces) / len(paces) if paces else 0.0
-        sequences = readers = context = longest = 0.0
+        sequences = readers = context = longest = again = 0.0
+        met: set[_Siblings] = set()
         for call in running:
             # What is never told of the last ones: they are taken to be as fast as the others.
             now = call.context + (call.rate or pace) * (middle - call.came)
@@ -274,6 +300,12 @@ class _Sums:
             context += call.read * now
             if now > longest:
                 longest = now
+            siblings = call.siblings
+            if siblings.prompt:
+                if siblings in met:
+                    again += call.read * siblings.prompt
+                else:
+                    met.add(siblings)
         steps = pace * seconds
         self._add(
             seconds=seconds,
@@ -281,6 +313,7 @@ class _Sums:
             sequences=steps * sequences,
             context=steps * context,
             padded=steps * readers * longest,
+            again=steps * again,
         )
 
     def _add(self, **more: float) -> None:

@@ -40,6 +40,7 @@ class EngineModel:
         """By batch: a step of decode, without reading the KV."""
         self._blocks = max(1, speed.kv_tokens // speed.block)
         self._drafter = None if speed.speculation is None else Drafter(speed.speculation, speed)
+        self._spares = 0.0 if speed.pads else 1.0 - speed.kv_again
         self._reset()
 
     def _reset(self) -> None:
@@ -70,6 +71,10 @@ class EngineModel:
         """Calls that decode."""
         self._context = 0
         """Their contexts, in tokens."""
+        self._readers: dict[Hashable, int] = {}
+        """How many of them have each shared segment, where it matters."""
+        self._again = 0
+        """Tokens of their contexts that another of them has as well, each but once: the same blocks."""
         self._decode_blocks = 0
         """Blocks of their own that decoding calls hold now."""
         self._phases = [0] * speed.block
@@ -82,8 +87,8 @@ class EngineModel:
         """A step of the stretch, without reading the KV of decoding calls."""
         self._kv_s = speed.kv_s
         """To read one token of their contexts in it."""
-        self._read = 0
-        """Tokens that its first step reads, without those it samples."""
+        self._read = 0.0
+        """Tokens that its first step reads, without those it samples; what is read again counts by what it costs."""
         self._pass_tokens = 1.0
         """Steps of the stretch that one pass of the model makes; more than one where it speculates."""
         self._likely = 0
@@ -291,6 +296,8 @@ class EngineModel:
         self._batch += 1
         self._context += context
         self._likely += call.likely
+        if self._spares:
+            self._reads_shared(call)
         heappush(self._finishes, (call.finish_step, call.entry, call))
 
     def _unjoin(self, call: Call) -> None:
@@ -301,6 +308,24 @@ class EngineModel:
         self._batch -= 1
         self._context -= call.prompt + call.sampled
         self._likely -= call.likely
+        if self._spares:
+            self._reads_no_more(call)
+
+    def _reads_shared(self, call: Call) -> None:
+        readers, block = self._readers, self.speed.block
+        for key, blocks in call.chain:
+            others = readers.get(key, 0)
+            readers[key] = others + 1
+            if others:
+                self._again += blocks * block
+
+    def _reads_no_more(self, call: Call) -> None:
+        readers, block = self._readers, self.speed.block
+        for key, blocks in call.chain:
+            others = readers.pop(key) - 1
+            if others:
+                readers[key] = others
+                self._again -= blocks * block
 
     def _finish(self, call: Call) -> None:
         del self._running[call.key]
@@ -375,7 +400,10 @@ class EngineModel:
         if self._waiting and not preempted and not self._stopping:
             self._admit(budget, held)
         self._since = now
-        self._read = self._batch * self._longest() if speed.pads else self._context
+        if speed.pads:
+            self._read = self._batch * self._longest()
+        else:
+            self._read = self._context - self._spares * self._again
         if self._chunks:
             self._plan_prefill(now, self._entries - entries)
         elif self._batch:

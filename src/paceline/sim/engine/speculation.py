@@ -135,7 +135,7 @@ class Drafter:
             known.append(round(UNIT * likelihood(speculation.tokens(len(known)), speculation.accepted_of)))
         return known[references]
 
-    def pace(self, batch: int, context: int, likely: int) -> Pace:
+    def pace(self, batch: int, context: float, likely: int) -> Pace:
         """For `batch` sequences with `context` tokens in all, whose likelihoods add up to `likely` millionths."""
         passes = self._passes.get(batch)
         if passes is None:

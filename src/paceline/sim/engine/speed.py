@@ -71,6 +71,9 @@ class Speed(msgspec.Struct, frozen=True):
     """Compute of one token, sampled or prefilled."""
     kv_s: float = 73e-9
     """To read the KV of one token of context."""
+    kv_again: float = 1.0
+    """What that takes, by `kv_s`, where another sequence of the step has read the same block before: less than 1 where a cache of the
+    processor still has it. Engines that pad read no blocks, and save nothing."""
     pads: bool = False
     """Whether a step reads as much for every sequence as for the longest, as engines do whose attention is one product over
     all of them; paged attention does not."""
