@@ -92,8 +92,10 @@ class Agents(Environment):
         return EndlessTasks(lambda index: index, "agents")
 
     def plan(self, command: do.StartRollout, now: float) -> RolloutPlan:
-        """What it will do, for a simulation of it."""
+        """What it will do, for a simulation of it, in which groups share their prompts; ValueError where they do not."""
         shape = self._shape
+        if not shape.shares_prompt:
+            raise ValueError("in a simulation groups share their prompts, and these do not")
         return RolloutPlan(prompt=shape.prompt, turns=tuple(self._turns(command.rollout)))
 
     def _turns(self, rollout: RolloutId) -> Iterator[tuple[float, int, int]]:

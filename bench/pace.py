@@ -38,9 +38,11 @@ def above_work(
     prompts, lengths = np.array([(plan.prompt, plan.sampled) for plan in plans]).T
     work_s = lower_bound(prompts, lengths, speed, engines, group_size=group_size).work_s
     area = float((prompts * lengths + lengths * lengths / 2).sum())
-    # A step is a fixed part and the reading of its contexts; at the work bound they fill the cache.
-    fixed_s = (work_s - area * speed.kv_s / engines) / (area / speed.kv_tokens / engines)
-    full_s = fixed_s + speed.kv_tokens * speed.kv_s
+    kept_area = float((prompts * lengths / group_size + lengths * lengths / 2).sum())
+    # A step is a fixed part and the reading of its contexts; at the work bound they fill the cache, a group's prompt once.
+    steps = kept_area / speed.kv_tokens / engines
+    fixed_s = (work_s - area * speed.kv_s / engines) / steps
+    full_s = work_s / steps
     cap = lengths.max()
     longest = lengths >= cap
     shares = (np.arange(1000) + 0.5) / 1000

@@ -149,6 +149,7 @@ def test_loads_that_span_tell_steps_and_prompts_of_every_size(pads: bool, again:
     assert abs(found.total_error) < 0.05
     assert found.fixed_s == pytest.approx(small.overhead_s, rel=0.1)
     assert found.again_s / found.context_s == pytest.approx(again, abs=0.15)
+    assert found.speed(kv_tokens=1, max_model_len=1).kv_again == pytest.approx(again, abs=0.15)
     for batch, context in [(2, 150), (4, 2500), (32, 200), (64, 80)]:
         truth = small.decode_s(batch) + batch * context * small.kv_s
         assert step_s(found, batch, context) == pytest.approx(truth, rel=0.1)

@@ -131,6 +131,29 @@ def test_no_simulated_batch_is_faster_than_the_bound(seed: int) -> None:
         assert seen.cut - seen.began >= bound.seconds
 
 
+class Alike:
+    """Prompts that a group shares, and answers that are all as long."""
+
+    longest = 1150
+
+    def plan(self, command: StartRollout, now: float) -> RolloutPlan:
+        return RolloutPlan(prompt=650, turns=((0.0, 0, 500),), reward=float(command.rollout.member % 2))
+
+
+def test_no_batch_of_groups_that_share_long_prompts_is_faster_than_the_bound() -> None:
+    """The cache holds a prompt once for eight, so that more run at once than their contexts would let."""
+    measure = Measure()
+    speed = Speed(kv_tokens=12_000, max_model_len=4000)
+    sim = simulation(
+        workload=Alike(), batch=64, group_size=8, engines=1, speed=speed, train_s=0.0, scheduling=Synchronous(), lag=0,
+        max_staleness=0, admission=FixedCap(64), max_steps=4, folds=[measure],
+    )  # fmt: skip
+    sim.run(steps=2)
+    bound = lower_bound([650] * 64, [500] * 64, speed, 1, group_size=8)
+    for seen in measure.steps:
+        assert bound.seconds <= seen.cut - seen.began < 2 * bound.seconds
+
+
 @pytest.mark.parametrize(
     ("preset", "mean", "at_cap", "icc"),
     [("rp-16k", 1367, 0.031, (0.05, 0.3)), ("seer-qwen-vl", 7615, 0.02, (0.75, 0.95)), ("tailsieve", 1880, 0.006, (0.6, 0.8))],

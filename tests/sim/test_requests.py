@@ -33,9 +33,9 @@ def opened() -> Record:
     return 0.0, on.RunOpened("run", 0), ()
 
 
-def asked(at: float, rollout: RolloutId, context: int = 100) -> Record:
+def asked(at: float, rollout: RolloutId, context: int = 100, version: int = 0) -> Record:
     """And granted at once."""
-    return at, on.TurnRequested(rollout, context, 1000), (do.GrantTurn(rollout, "e0", 0),)
+    return at, on.TurnRequested(rollout, context, 1000), (do.GrantTurn(rollout, "e0", version),)
 
 
 def ended(at: float, rollout: RolloutId, sampled: int = 10, cached: int = 20) -> Record:
@@ -125,20 +125,37 @@ def test_a_request_of_which_all_time_is_that_of_a_load_is_left_out(sampled: int)
 
 def test_what_siblings_share_is_read_again_where_one_of_them_found_it() -> None:
     """Of one group, version and engine; what a later turn finds is its own conversation."""
-    other, turn_2 = RolloutId(1, 0), asked(4.0, A, context=150)
-    (first, *_, last), _ = found(
+    other = RolloutId(1, 0)
+    before = [
         opened(),
         asked(1.0, A),
         asked(1.0, other),
         ended(3.0, A, cached=0),
         ended(3.0, other, cached=20),
-        turn_2,
-        asked(4.0, B),
-        ended(6.0, A, cached=110),
-        ended(6.0, B, cached=96),
-    )
+    ]
+    both = [asked(4.0, A, context=150), asked(4.0, B), ended(6.0, A, cached=110), ended(6.0, B, cached=96)]
+    (first, *_, last), _ = found(*before, *both)
     assert first.again == 0.0
     assert last.again == pytest.approx(10 * 0.9 * 96, rel=0.1)
+    # New weights: what they share is known, but those of two versions have nothing in common.
+    later = [asked(7.0, A, version=1), asked(7.0, B, version=1), ended(9.0, A), ended(9.0, B)]
+    (*_, last), _ = found(*before, *both, *later)
+    assert last.again == pytest.approx(10 * 0.9 * 96, rel=0.1)
+    (*_, last), _ = found(*before, *both, later[0], asked(7.0, B, version=2), *later[2:])
+    assert last.again == 0.0
+
+
+def test_what_a_rollout_of_an_earlier_life_finds_is_its_own_conversation() -> None:
+    goes_on = (0.5, on.RolloutContinued(A, 500, turns=4), ())
+    (request, *_), _ = found(
+        opened(),
+        goes_on,
+        asked(1.0, A, context=900),
+        asked(1.0, B),
+        ended(3.0, A, cached=890),
+        ended(3.0, B, cached=0),
+    )
+    assert request.again == 0.0
 
 
 def test_what_a_life_leaves_under_way_is_none_of_the_next() -> None:

@@ -8,7 +8,7 @@ from random import Random
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sim_kit import Kept, simulation
 
@@ -125,6 +125,7 @@ def test_decoding_does_not_wait_for_the_prefill_of_others() -> None:
 
 
 @given(st.integers(0, 10**6), st.sampled_from(["prefill", "decode"]))
+@example(5205, "prefill")  # an engine is lost in the step that still carries an aborted call
 @settings(max_examples=100, deadline=None)
 def test_every_request_ends_once_and_leaves_nothing_behind(seed: int, recompute: Recompute) -> None:
     random = Random(seed)

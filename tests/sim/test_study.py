@@ -119,6 +119,60 @@ if __name__ == "__main__":
 """
 
 
+BIAS = """
+[study]
+steps = 40
+
+[batch]
+rollouts = 16
+seq_len = 40000
+
+[trainer]
+step_s = 5
+
+[[workload]]
+name = "two kinds"
+[[workload.env]]
+name = "long"
+reasoning = { median = 300, sigma = 1.2, cap = 4000 }
+group_size = 4
+[[workload.env]]
+name = "short"
+reasoning = { median = 50, sigma = 0.2, cap = 100 }
+group_size = 4
+
+[[policy]]
+name = "overlap"
+scheduling = { type = "overlap", lag = 2, max_staleness = 64 }
+
+[[policy]]
+name = "overlap, stale dropped"
+scheduling = { type = "overlap", lag = 2, max_staleness = 2 }
+
+[[policy]]
+name = "discard"
+scheduling = { type = "overprovision", late = "discard" }
+"""
+
+
+def test_what_is_under_way_at_the_end_is_no_bias_and_what_is_thrown_away_is(tmp_path: Path) -> None:
+    """Long answers are under way when a window ends. They are not missing: they train later. And an environment with long answers is
+    compared with itself."""
+    file = tmp_path / "bias.toml"
+    file.write_text(BIAS)
+    study = load_study(file)
+    kept, dropped, discarded = (
+        run_cell(study, policy, study.workload[0], 1).numbers for policy in study.policy
+    )
+    assert kept["wasted_share"] == 0.0
+    assert (kept["length_mean"], kept["length_ks"], kept["unvisited_share"]) == (0.0, 0.0, 0.0)
+    assert dropped["length_mean/long"] < -0.2
+    assert dropped["length_mean"] > dropped["length_mean/long"]
+    assert discarded["length_mean/long"] < -0.1
+    assert min(dropped["unvisited_share"], discarded["unvisited_share"]) > 0.02
+    assert discarded["wasted_share"] > 0.1
+
+
 def test_processes_of_a_study_end_with_one_that_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "pool.py"
     path.write_text(POOL, "utf-8")

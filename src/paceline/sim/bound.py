@@ -3,8 +3,9 @@
 Every step holds at most C tokens of KV and costs at least its fixed part, so the tokens times steps that lengths demand
 cannot be spread over fewer steps than Q / C; and no rollout is faster than alone on an engine.
 
-    W = sum of sampled tokens          Q = sum of (prompt·L + L²/2)      S = max(Q / C, W / most sequences)
-    work = ( S · fixed + S · overhead + W · sequence + Q · kv + prefill ) / engines
+    W = sum of sampled tokens          Q = sum of (prompt·L / group + L²/2)       S = max(Q / C, W / most sequences)
+    R = sum of (prompt·L + L²/2)       what is read: a group's prompt is held once, and read by each of it, which may be cheaper
+    work = ( S · fixed + S · overhead + W · sequence + R · kv + prefill ) / engines
     path = L_max · (a step alone) + kv · (prompt·L_max + L_max²/2)
     bound = max(work, path)
 
@@ -52,7 +53,8 @@ def lower_bound(
     *,
     group_size: int = 1,
 ) -> Bound:
-    """For single-turn rollouts with these prompts and sampled tokens, [N] each; groups of `group_size` share the prefill.
+    """For single-turn rollouts with these prompts and sampled tokens, [N] each; groups of `group_size` share the prefill,
+    and the blocks of their prompt.
 
     ConfigError when there are none, or the two differ in number.
     """
@@ -62,8 +64,10 @@ def lower_bound(
             f"{len(p)} prompts and {len(n)} lengths are no batch: give one of each for every rollout"
         )
     work = float(n.sum())
-    area = float((p * n + n * n / 2).sum())
-    read = float((speed.kv_again * p * n + n * n / 2).sum())  # of a shared prompt at least that is to be paid
+    # A shared prompt is held once while any of its group runs. Each of them reads it, and all but one for `kv_again` of the cost.
+    again = 1.0 if speed.pads else speed.kv_again
+    area = float((p * n / group_size + n * n / 2).sum())
+    read = float((p * n * (1 + (group_size - 1) * again) / group_size + n * n / 2).sum())
     prefill = float((p * speed.token_s + p * p / 2 * speed.attention_s).sum()) / group_size
 
     def busy_s(steps: float) -> float:

@@ -8,6 +8,7 @@ from time import process_time
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from paceline.core.admission import Admission
 from paceline.core.admission.choice import admission_of
@@ -22,7 +23,17 @@ from paceline.errors import ConfigError
 from paceline.sim.bound import lower_bound
 from paceline.sim.calibrate import RecordedEngines, recorded_engines
 from paceline.sim.engine import Endpoint, EngineModel, RankedEngine, SplitEngine
-from paceline.sim.metrics import Measure, confidence, counted_steps, length_bias, ramp_s, summarize
+from paceline.sim.metrics import (
+    LengthBias,
+    Measure,
+    StepSeen,
+    confidence,
+    counted_steps,
+    length_bias,
+    ramp_s,
+    summarize,
+    unvisited_share,
+)
 from paceline.sim.plan import RolloutPlan, Workload
 from paceline.sim.requests import Record
 from paceline.sim.simulation import Fold, Simulation
@@ -215,23 +226,24 @@ def _numbers(
         return numbers
     numbers |= {name: float(value) for name, value in msgspec.structs.asdict(summary).items()}
     counted = counted_steps(measure, study.study.skip_steps)
-    trained = [length for seen in counted for length in seen.lengths]
-    numbers["s_per_1024"] = summary.seconds / max(1, len(trained)) * 1024
-    numbers["rollout_s_per_1024"] = summary.rollout_s * summary.steps / max(1, len(trained)) * 1024
-    plans = [
-        plan
-        for each in simulation.workloads.values()
+    trained = sum(len(seen.lengths) for seen in counted)
+    numbers["s_per_1024"] = summary.seconds / max(1, trained) * 1024
+    numbers["rollout_s_per_1024"] = summary.rollout_s * summary.steps / max(1, trained) * 1024
+    numbers["recomputed_by_trained"] = sum(t.recomputed for t in totals) / max(1, measure.trained_tokens)
+    numbers["unvisited_share"] = unvisited_share(measure, counted)
+    drawn = {
+        env: each.between(counted[0].began, counted[-1].settled_until)
+        for env, each in simulation.workloads.items()
         if isinstance(each, Drawn)
-        for plan in each.between(counted[0].began, counted[-1].cut)
-    ]
+    }
+    numbers |= _length_biases(counted, drawn)
+    plans = [plan for each in drawn.values() for plan in each]
     if plans:
-        bias = length_bias(trained, [plan.sampled for plan in plans], cap=max(plan.sampled for plan in plans))
-        numbers |= {f"length_{name}": value for name, value in msgspec.structs.asdict(bias).items()}
         single = [plan for plan in plans if len(plan.turns) == 1]
         # The bound is of engines that do their own prefill, and sample a token a sequence and step.
         plain = all(isinstance(e, EngineModel) and e.speed.speculation is None for e in engines)
         if plain and len(single) == len(plans) and len(workload.env) == 1:
-            per_step = len(trained) / summary.steps
+            per_step = trained / summary.steps
             bound = lower_bound(
                 [plan.prompt for plan in plans],
                 [plan.sampled for plan in plans],
@@ -245,6 +257,35 @@ def _numbers(
             numbers["gap"] = summary.rollout_s / work_s - 1.0
             if summary.steps == 1:
                 numbers["even_gap"] = summary.rollout_s / bound.even_s - 1.0
+    return numbers
+
+
+def _length_biases(
+    counted: Sequence[StepSeen], drawn: Mapping[EnvName, Sequence[RolloutPlan]]
+) -> dict[str, float]:
+    """Of each environment, whose lengths are its own, and of the mean of them by what was trained."""
+    since, until = counted[0].began, counted[-1].settled_until
+    numbers: dict[str, float] = {}
+    found: list[tuple[int, LengthBias]] = []
+    for env, plans in drawn.items():
+        trained = [
+            length
+            for seen in counted
+            for length, of, at in zip(seen.lengths, seen.envs, seen.drawn, strict=True)
+            if of == env and since <= at < until
+        ]
+        if not plans or not trained:
+            continue
+        lengths = [plan.sampled for plan in plans]
+        bias = length_bias(trained, lengths, cap=max(lengths))
+        found.append((len(trained), bias))
+        if len(drawn) > 1:
+            numbers[f"length_mean/{env}"] = bias.mean
+    if found:
+        weights = [count for count, _ in found]
+        for name in LengthBias.__struct_fields__:
+            values = [getattr(bias, name) for _, bias in found]
+            numbers[f"length_{name}"] = float(np.average(values, weights=weights))
     return numbers
 
 

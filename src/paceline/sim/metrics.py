@@ -5,7 +5,7 @@ Where a batch's numbers are concerned, a batch counts when the trainer has taken
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,7 +17,8 @@ from paceline.domain import commands as do
 from paceline.domain import events as on
 from paceline.domain.commands import Command
 from paceline.domain.events import Event
-from paceline.domain.ids import GroupId, RolloutId
+from paceline.domain.ids import EnvName, GroupId, RolloutId
+from paceline.domain.task import TaskRef
 
 Lengths = NDArray[np.int64]
 
@@ -40,6 +41,12 @@ class StepSeen(msgspec.Struct):
     """Of each rollout, from its oldest token."""
     versions: list[int]
     """Of each rollout: how many sampled it."""
+    envs: list[EnvName]
+    drawn: list[float]
+    """When each rollout was first started; one that was put off and comes again was drawn when it was started first."""
+    tasks: set[TaskRef]
+    settled_until: float = 0.0
+    """What was drawn before had trained, or was lost, by the cut; something that was drawn then had not."""
     put_off: int = 0
     """Rollouts that were put off, and had not been started again when it was cut."""
     trained: float | None = None
@@ -68,6 +75,9 @@ class Measure:
         self._groups: dict[GroupId, tuple[float, float]] = {}
         self._began: float | None = None
         self._put_off = 0
+        self._draws = _Draws()
+        self.trained_tokens = 0
+        """Sampled tokens of all batches."""
 
     def apply(self, at: float, event: Event, commands: Sequence[Command]) -> None:
         if isinstance(event, on.RolloutEnded):
@@ -80,17 +90,20 @@ class Measure:
                     seen.trained = at
         for command in commands:
             if isinstance(command, do.StartRollout):
+                self._draws.start(at, command)
                 if self._began is None:
                     self._began = at
                 self._groups.setdefault(command.rollout.group, (at, at))
                 self._put_off -= command.put_off > 0 and not command.rollout.attempt
             elif isinstance(command, do.PutOff):
                 self._put_off += command.size
+                self._draws.put_off(at, command)
             elif isinstance(command, do.ShipBatch):
                 self._ship(at, command.batch)
             elif isinstance(command, do.NoteStale) and command.action == "dropped":
-                self._lose("stale", command.tokens)
-                self._lengths.pop(command.rollout, None)
+                self._throw_away("stale", command)
+            elif isinstance(command, do.NoteDiscarded):
+                self._throw_away("discarded", command)
 
     def _rollout_ended(self, at: float, event: on.RolloutEnded) -> None:
         rollout = event.rollout
@@ -102,6 +115,8 @@ class Measure:
         self.turns += len(rollout.turns)
         if rollout.task.split == "eval":
             return
+        if outcome.ending not in ("completed", "truncated"):
+            self._draws.settle(rollout.id)  # until it is tried again
         self.waits.append(rollout.gate_s)
         versions = {version for turn in rollout.turns for version, _ in turn.versions}
         self._lengths[rollout.id] = tokens, at, len(versions)
@@ -117,15 +132,27 @@ class Measure:
             self.latencies.append(times[1] - times[0])
         for verdict in result.verdicts:
             if verdict.fate != "queued":
+                self._draws.settle(verdict.rollout)
                 known = self._lengths.pop(verdict.rollout, None)
                 if known is not None:
                     self._lose(verdict.fate, known[0])
+
+    def _throw_away(self, fate: str, command: do.NoteStale | do.NoteDiscarded) -> None:
+        self._lose(fate, command.tokens)
+        self._lengths.pop(command.rollout, None)
+        self._draws.settle(command.rollout)
+
+    @property
+    def drawn_tasks(self) -> Mapping[TaskRef, float]:
+        """When a rollout of each task was first started."""
+        return self._draws.drawn
 
     def _lose(self, fate: str, tokens: int) -> None:
         self.lost_tokens[fate] = self.lost_tokens.get(fate, 0) + tokens
 
     def _ship(self, at: float, batch: Any) -> None:
-        seen = StepSeen(batch.step, at if self._began is None else self._began, at, 0, 0, [], [], [], [])
+        began = at if self._began is None else self._began
+        seen = StepSeen(batch.step, began, at, 0, 0, [], [], [], [], [], [], set())
         seen.put_off = self._put_off
         self._began = None
         for sample in batch.samples:
@@ -135,7 +162,9 @@ class Measure:
             if advantage if isinstance(advantage, float) else np.any(advantage):
                 seen.signal_tokens += tokens
         oldest: dict[RolloutId, int] = {}
+        envs: dict[RolloutId, EnvName] = {}
         for sample in batch.samples:
+            envs[sample.rollout] = sample.env
             version = sample.oldest_version
             oldest[sample.rollout] = min(version, oldest.get(sample.rollout, version))
         for rollout in batch.rollouts:
@@ -144,7 +173,56 @@ class Measure:
             seen.ends.append(ended)
             seen.versions.append(versions)
             seen.staleness.append(staleness(oldest[rollout], batch.step))
+            seen.envs.append(envs[rollout])
+            seen.drawn.append(self._draws.at(rollout, at))
+            self._draws.settle(rollout)
+            task = self._draws.tasks.get(rollout.group)
+            if task is not None:
+                seen.tasks.add(task)
+        seen.settled_until = self._draws.settled_until(at)
+        self.trained_tokens += seen.tokens
         self.steps.append(seen)
+
+
+class _Draws:
+    """When rollouts were drawn, and which of them are still to be settled: trained, or lost. A retry, and a response that was put off
+    and comes again, are the rollout that was drawn."""
+
+    def __init__(self) -> None:
+        self.tasks: dict[GroupId, TaskRef] = {}
+        self.drawn: dict[TaskRef, float] = {}
+        """When a rollout of a task was first started."""
+        self._at: dict[tuple[GroupId, int], float] = {}
+        self._unsettled: dict[tuple[GroupId, int], float] = {}
+        self._waiting: dict[int, float] = {}
+        """Number of what was put off and has not come again -> when its first rollout was drawn."""
+        self._again: dict[int, float] = {}
+
+    def start(self, at: float, command: do.StartRollout) -> None:
+        task, rollout = command.task, command.rollout
+        if task.split != "train":
+            return
+        self.tasks[rollout.group] = task
+        self.drawn.setdefault(task, at)
+        key = rollout.group, rollout.member
+        if key not in self._at:
+            if command.put_off in self._waiting:
+                self._again[command.put_off] = self._waiting.pop(command.put_off)
+            self._at[key] = self._again.get(command.put_off, at)
+        self._unsettled[key] = self._at[key]
+
+    def put_off(self, at: float, command: do.PutOff) -> None:
+        known = [self.at(rollout, at) for rollout in command.again]
+        self._waiting[command.number] = min(known, default=self.drawn.get(command.task, at))
+
+    def at(self, rollout: RolloutId, default: float) -> float:
+        return self._at.get((rollout.group, rollout.member), default)
+
+    def settle(self, rollout: RolloutId) -> None:
+        self._unsettled.pop((rollout.group, rollout.member), None)
+
+    def settled_until(self, now: float) -> float:
+        return min(now, min(self._unsettled.values(), default=now), min(self._waiting.values(), default=now))
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -204,7 +282,6 @@ def summarize(measure: Measure, skip: int = 0) -> Summary | None:
     stale = [n for seen in counted for n in seen.staleness]
     versions = [n for seen in counted for n in seen.versions]
     lengths = [n for seen in counted for n in seen.lengths]
-    shipped = sum(seen.tokens for seen in measure.steps)
     return Summary(
         steps=len(counted),
         seconds=seconds,
@@ -220,7 +297,7 @@ def summarize(measure: Measure, skip: int = 0) -> Summary | None:
         mixed_share=float(np.mean([n > 1 for n in versions])),
         group_s=float(np.median(measure.latencies)) if measure.latencies else 0.0,
         gate_s=float(np.mean(measure.waits)) if measure.waits else 0.0,
-        wasted_share=sum(measure.lost_tokens.values()) / max(1, shipped),
+        wasted_share=sum(measure.lost_tokens.values()) / max(1, measure.trained_tokens),
     )
 
 
@@ -240,6 +317,14 @@ class LengthBias(msgspec.Struct, frozen=True):
     cap_share_drawn: float
     ks: float
     """Largest distance of the two distribution functions (Kolmogorov and Smirnov)."""
+
+
+def unvisited_share(measure: Measure, counted: Sequence[StepSeen]) -> float:
+    """Share of the tasks that were drawn in these steps of which no rollout was trained. Of what is settled by the end of them."""
+    since, until = counted[0].began, counted[-1].settled_until
+    drawn = {task for task, at in measure.drawn_tasks.items() if since <= at < until}
+    trained = {task for seen in measure.steps if seen.step <= counted[-1].step for task in seen.tasks}
+    return len(drawn - trained) / len(drawn) if drawn else 0.0
 
 
 def length_bias(

@@ -42,7 +42,7 @@ class Stretch(msgspec.Struct, frozen=True):
     """What these were if all were as long as the longest of their step."""
     again: float
     """Tokens of `context` that another sequence of the same step has in the same blocks, each but once: prompts that the members of a
-    group share."""
+    group share. What groups share with other groups is not told by a journal, and not counted."""
     prefilled: float
     """Prompt tokens that were not cached, of all requests that entered meanwhile."""
     attended: float
@@ -64,12 +64,19 @@ class EngineTime(msgspec.Struct, frozen=True):
     """From the end of one of them to that of the next, on the same engine: all of its time, and nothing twice."""
 
 
-class _Siblings:
-    """The members of a group that one engine serves under one policy version: a prefix cache holds their prompt once for all."""
+class _Group:
+    """What the members of a group have in common."""
 
     def __init__(self) -> None:
         self.prompt = 0
-        """Tokens that one of them found there when it began."""
+        """Tokens that one of them found in a prefix cache when it began."""
+
+
+class _Siblings:
+    """The members of a group that one engine serves under one policy version: its prefix cache holds their prompt once for all."""
+
+    def __init__(self, group: _Group) -> None:
+        self.group = group
 
 
 class _Call:
@@ -137,6 +144,8 @@ class _Seen:
         self._asked: dict[RolloutId, int] = {}
         self._open: dict[RolloutId, _Call] = {}
         self._begun: set[RolloutId] = set()
+        """Rollouts of which the next call is not the first."""
+        self._groups: dict[GroupId, _Group] = {}
         self._siblings: dict[tuple[GroupId, EngineId, Version], _Siblings] = {}
         self._last = 0.0
 
@@ -144,6 +153,8 @@ class _Seen:
         if isinstance(event, on.RunOpened):
             # Another life, or another run: nothing of the one before is under way any more.
             self.end()
+        elif isinstance(event, on.RolloutContinued):
+            self._begun.add(event.rollout)  # what it finds cached may be its own conversation
         elif isinstance(event, on.TurnRequested):
             self._asked[event.rollout] = event.context_tokens
         elif isinstance(event, on.SegmentEnded):
@@ -159,7 +170,8 @@ class _Seen:
 
     def _begin(self, at: float, command: do.GrantTurn) -> None:
         rollout, engine = command.rollout, command.engine
-        siblings = self._siblings.setdefault((rollout.group, engine, command.version), _Siblings())
+        group = self._groups.setdefault(rollout.group, _Group())
+        siblings = self._siblings.setdefault((rollout.group, engine, command.version), _Siblings(group))
         is_first = rollout not in self._begun
         self._begun.add(rollout)
         call = self._open[rollout] = _Call(at, self._asked.get(rollout, 0), siblings, is_first=is_first)
@@ -175,7 +187,8 @@ class _Seen:
         if call.is_whole:
             call.missed = max(0, call.context - event.cached_tokens)
             if call.is_first:
-                call.siblings.prompt = max(call.siblings.prompt, call.context - call.missed)
+                group = call.siblings.group
+                group.prompt = max(group.prompt, call.context - call.missed)
 
     def _engine(self, name: EngineId) -> _Life:
         life = self._engines.get(name)
@@ -189,7 +202,7 @@ class _Seen:
         for call in self._open.values():
             call.ended = self._last
         self._engines, self._asked, self._open, self._last = {}, {}, {}, 0.0
-        self._begun, self._siblings = set(), {}
+        self._begun, self._groups, self._siblings = set(), {}, {}
 
 
 _ENDS, _COMES, _ENTERS = 0, 1, 2
@@ -301,9 +314,9 @@ class _Sums:
             if now > longest:
                 longest = now
             siblings = call.siblings
-            if siblings.prompt:
+            if siblings.group.prompt:
                 if siblings in met:
-                    again += call.read * siblings.prompt
+                    again += call.read * siblings.group.prompt
                 else:
                     met.add(siblings)
         steps = pace * seconds

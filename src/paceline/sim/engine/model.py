@@ -196,7 +196,7 @@ class EngineModel:
 
     def kill(self) -> list[Call]:
         """It is gone, with all it held; the calls it had, with what they had sampled by the end of the last stretch."""
-        calls = [*self._running.values(), *(c for c in self._waiting if c.running == _WAITS)]
+        calls = [call for call in (*self._running.values(), *self._waiting) if call.running != _GONE]
         for call in calls:
             if call.running == _DECODES:
                 call.sampled = call.joined_sampled + self._steps - call.joined_step
