@@ -15,7 +15,8 @@ from paceline.core.processing import GroupRules
 from paceline.core.scheduling import Overlap, Overprovision, Scheduling, Synchronous
 from paceline.domain import commands as do
 from paceline.sim.engine import EngineModel, Link, Speculation, Speed, SplitEngine
-from paceline.sim.workloads import PRESETS, workload_of
+from paceline.sim.plan import RolloutPlan, Start
+from paceline.sim.workloads import PRESETS, Workload, workload_of
 from paceline.sim.world import WeightsModel
 from paceline.testing.modelled import Book, ModelledEngine, ModelledEnv
 from paceline.testing.run import run_driver
@@ -67,6 +68,19 @@ CASES: dict[str, tuple[str, Callable[[], Admission], Callable[[], Scheduling], d
     "full-cache": ("swe-small", lambda: FixedCap(10), Overlap, {"speed": TIGHT, "max_steps": 2}),
     "split": ("swe-small", lambda: FixedCap(10), Overlap, {"speed": TIGHT, "max_steps": 2, "make": split}),
     "split-drain": ("code-single", lambda: FixedCap(8), Overlap, {"mode": "drain", "lag": 2, "make": split}),
+    "anew": (
+        "swe-small",
+        lambda: FixedCap(6),
+        Overlap,
+        {"anew": True, "max_steps": 2, "segment_tokens": 100},
+    ),
+    "anew-split": ("swe-small", lambda: FixedCap(10), Overlap, {"anew": True, "speed": TIGHT, "make": split}),
+    "anew-recompute": (
+        "swe-small",
+        lambda: FixedCap(10),
+        Overlap,
+        {"anew": True, "mode": "recompute", "lag": 2},
+    ),
     "speculating": (
         "code-single",
         lambda: FixedCap(8),
@@ -83,6 +97,31 @@ CASES: dict[str, tuple[str, Callable[[], Admission], Callable[[], Scheduling], d
 }
 
 
+class Anew:
+    """Agents that compact their history at the third turn, ask another one at the fourth, and go back to the second."""
+
+    longest = 40_000
+
+    def __init__(self, of: Workload) -> None:
+        self._of = of
+
+    def plan(self, command: do.StartRollout, now: float) -> RolloutPlan:
+        plan = self._of.plan(command, now)
+        prompt, first = plan.prompt + plan.scaffold, 60 + command.noise_seed % 97
+        wait = 1.0 + command.noise_seed % 1009 / 1009
+        turns = [(wait, 0, first), *[(wait, 200, 150)] * 5]
+        second = prompt + first + 200 + 150
+        starts = [
+            None,
+            None,
+            Start(kept=prompt, found=prompt),
+            Start(conversation=1),
+            Start(kept=second, after=1, found=prompt),
+            Start(kept=200, found=200, conversation=1),
+        ]
+        return msgspec.structs.replace(plan, turns=tuple(turns), starts=tuple(starts))
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_heap_and_runtime_give_the_same_commands_at_the_same_times(case: str, seed: int) -> None:
@@ -91,8 +130,11 @@ def test_heap_and_runtime_give_the_same_commands_at_the_same_times(case: str, se
     speed, poll_s = changes.pop("speed", SMALL), changes.pop("poll_s", None)
     engines, make = changes.pop("engines", 2), changes.pop("make", EngineModel)
     weights = WeightsModel(load_s=2.0, mode=changes.pop("mode", "keep"))
+    anew = changes.pop("anew", False)
     of = small_setup(seed=seed, **changes)
-    workload = workload_of(PRESETS[preset], seed)
+    workload: Workload = workload_of(PRESETS[preset], seed)
+    if anew:
+        workload = Anew(workload)
     kept = Kept()
     simulation(
         of=of,

@@ -25,9 +25,9 @@ def rollouts(draw: st.DrawFn) -> Rollout:
         versions = tuple((number + n, count) for n, count in enumerate(counts))
         extends = number > 0 and draw(st.booleans())
         prompt = draw(st.integers(0 if extends else 1, 20))
-        turns.append(
-            Turn(blank_ids(prompt), blank_ids(tokens), blank_logprobs(tokens), versions, extends, "stop")
-        )
+        after = draw(st.integers(-1, number - 1)) if extends else -1
+        ids, logprobs = blank_ids(tokens), blank_logprobs(tokens)
+        turns.append(Turn(blank_ids(prompt), ids, logprobs, versions, extends, "stop", after=after))
     return Rollout(
         id=RolloutId(3, 1), task=TaskRef("env", "train", 7), outcome=COMPLETED, turns=tuple(turns), reward=0.5
     )

@@ -10,6 +10,20 @@ from paceline.domain.commands import StartRollout
 from paceline.domain.rollout import COMPLETED, Outcome
 
 
+class Start(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """Where a turn begins that does not go on from the turn before: with a prompt of its own, or from an earlier turn."""
+
+    kept: int = 0
+    """Tokens of an earlier context that its own begins with; what the turn observes comes behind them."""
+    after: int = -1
+    """Number of the turn whose whole context is kept; -1: none is, and samples of the rollout begin anew here."""
+    conversation: int = 0
+    """Which of the rollout's it belongs to. 0 is that of the first turn, and has its prompt whole; any other begins with the
+    first turn that names it, and shares nothing with siblings. Turns behind this one belong to it until another says."""
+    found: int = 0
+    """Tokens of `kept` that the last context of the conversation begins with, too: what an engine may have cached."""
+
+
 class RolloutPlan(msgspec.Struct, frozen=True, gc=False):
     """One rollout, unless it is cut short: a prompt, then turns."""
 
@@ -26,6 +40,8 @@ class RolloutPlan(msgspec.Struct, frozen=True, gc=False):
     """Seconds to score it, after its last turn."""
     reward: float | None = 0.0
     outcome: Outcome = COMPLETED
+    starts: tuple[Start | None, ...] = ()
+    """Of each turn; None where it goes on from the turn before, as the first does from the prompt. Empty: all do."""
 
     @property
     def sampled(self) -> int:
@@ -34,8 +50,15 @@ class RolloutPlan(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def context(self) -> int:
-        """Tokens of its last context, with what it sampled."""
-        return self.scaffold + self.prompt + sum([seen + sampled for _, seen, sampled in self.turns])
+        """Tokens of its longest context, with what it sampled."""
+        first = self.scaffold + self.prompt
+        if not self.starts:
+            return first + sum([seen + sampled for _, seen, sampled in self.turns])
+        end = longest = first
+        for start, (_, seen, sampled) in zip(self.starts, self.turns, strict=True):
+            end = (end if start is None else start.kept) + seen + sampled
+            longest = max(longest, end)
+        return longest
 
 
 class Workload(Protocol):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.samples import Built, RecordRefused, first_runs, join_runs
+from paceline.core.samples import Built, RecordRefused, build_samples, first_runs, join_runs
 from paceline.domain.rollout import Rollout, Turn, VersionRuns
 from paceline.domain.sample import Sample
 
@@ -78,6 +78,8 @@ def blank_samples(rollout: Rollout, *, seq_len: int, overlong: Literal["cut", "d
     generated = 0
     for turn in turns:
         generated += len(turn.sampled_ids)
+        if turn.after >= 0:  # it went back, which is rare, and makes samples that share their beginning
+            return build_samples(rollout, seq_len=seq_len, overlong=overlong)
     if not generated:
         raise RecordRefused("empty", f"{len(turns)} turns sampled no token")
     starts = [i for i, turn in enumerate(turns) if not turn.extends or not i]

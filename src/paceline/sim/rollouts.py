@@ -8,7 +8,7 @@ from paceline.domain.commands import StartRollout
 from paceline.domain.ids import EngineId, Version
 from paceline.domain.rollout import CancelCause, Finish, Outcome, Rollout, Turn, VersionRuns
 from paceline.sim.engine.calls import Call
-from paceline.sim.plan import RolloutPlan
+from paceline.sim.plan import RolloutPlan, Start
 from paceline.sim.records import blank_ids, blank_logprobs
 
 
@@ -24,6 +24,10 @@ class SimRollout(msgspec.Struct, eq=False, gc=False):
     """Tokens that are new in the prompt of the turn under way."""
     position: int = 0
     """Turns that are over."""
+    start: Start | None = None
+    """Where the turn under way began, if not behind the turn before."""
+    conversation: int = 0
+    """To which it belongs."""
     left: int = 0
     """Tokens that the turn under way has still to sample."""
     turns: list[Turn] = []
@@ -53,8 +57,16 @@ class SimRollout(msgspec.Struct, eq=False, gc=False):
         """The next turn's observation is in."""
         _, observed, sampled = self.plan.turns[self.position]
         if self.position:
+            starts = self.plan.starts
+            start = self.start = starts[self.position] if starts else None
             self.prompt = observed
-            self.context += observed
+            if start is None:
+                self.context += observed
+            else:
+                self.context = start.kept + observed
+                self.conversation = start.conversation
+                if start.after < 0:
+                    self.prompt = self.context
         self.left = sampled
         self.versions = ()
         self.segments = 0
@@ -73,13 +85,14 @@ class SimRollout(msgspec.Struct, eq=False, gc=False):
         """The turn under way is over, whether or not it has all it wanted."""
         tokens = sum([count for _, count in self.versions])
         if tokens:
+            after = self.position - 1 if self.start is None else self.start.after
             self.turns.append(
                 Turn(
                     prompt_ids=blank_ids(self.prompt),
                     sampled_ids=blank_ids(tokens),
                     logprobs=blank_logprobs(tokens),
                     versions=self.versions,
-                    extends=bool(self.turns),
+                    extends=bool(self.turns) and after >= 0,
                     finish=finish,
                     engine=self.engine,
                     cached_tokens=self.turn_cached,
@@ -87,6 +100,7 @@ class SimRollout(msgspec.Struct, eq=False, gc=False):
                     started=self.turn_started,
                     ended=now,
                     segments=self.segments,
+                    after=after if after < self.position - 1 else -1,
                 )
             )
             self.versions = ()

@@ -20,7 +20,10 @@ class Siblings:
         """Members that an engine has begun to answer."""
 
     def chain(self, rollout: SimRollout, version: Version) -> Chain:
-        """What its context shares with others under one policy version, in whole blocks."""
+        """What its context shares with others under one policy version, in whole blocks: in conversations that have not the
+        group's prompt, nothing."""
+        if rollout.conversation:
+            return ()
         group = rollout.command.rollout.group
         known = self._chains.get(group)
         if known is not None and known[0] == version:

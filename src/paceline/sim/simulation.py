@@ -11,7 +11,7 @@ at one moment is first in, first out, as on an event loop), so it takes the same
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from heapq import heappop, heappush
 from math import inf, isfinite
 from typing import Any, Protocol
@@ -220,23 +220,28 @@ class Simulation:
         rollout.segments += 1
         left = rollout.left
         most = left if command.max_tokens is None else min(left, command.max_tokens)
+        start = None if rollout.versions else rollout.start
+        own: tuple[Hashable, ...] = (command.version, rollout.command.rollout)
+        if rollout.conversation:
+            own = (*own, rollout.conversation)
         call = rollout.call = Call(
             rollout.command.rollout,
             rollout.context,
             most,
-            own=(command.version, rollout.command.rollout),
+            own=own,
             chain=self._siblings.chain(rollout, command.version),
             block=self._block,
             references=self._siblings.references(rollout),
+            reusable=None if start is None else start.found,
         )
         if self._faults.call and self._call_fails(rollout, command.engine):
             return
         if self._shared_kv_s is not None and rollout.segments + rollout.position > 1:
-            call.restored = rollout.context - 1
-            self.at(
-                self.now + self._shared_kv_s * rollout.context, self._submit, command.engine, rollout, call
-            )
-            return
+            there = rollout.context if start is None else start.kept
+            if there:
+                call.restored = min(there, rollout.context - 1)
+                self.at(self.now + self._shared_kv_s * there, self._submit, command.engine, rollout, call)
+                return
         self._submit(command.engine, rollout, call)
 
     def _submit(self, name: EngineId, rollout: SimRollout, call: Call) -> None:

@@ -8,8 +8,11 @@ what a workload plans. On a virtual-time loop this is the simulation with the re
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
 
 from paceline.domain.commands import StartRollout
 from paceline.domain.events import EngineJoined
@@ -20,7 +23,7 @@ from paceline.domain.task import Split, Task
 from paceline.envs.protocol import Context, EndlessTasks, Environment, Model, Result, TaskSource
 from paceline.ports import GenerateReply, GenerateRequest
 from paceline.sim.engine import Call, Endpoint, EngineModel, Speed
-from paceline.sim.plan import RolloutPlan, Workload
+from paceline.sim.plan import RolloutPlan, Start, Workload
 from paceline.sim.records import blank_ids, blank_logprobs
 from paceline.sim.world import WeightsModel
 
@@ -34,6 +37,10 @@ class Book:
         self.plans: dict[RolloutId, tuple[EnvName, RolloutPlan]] = {}
         self.left: dict[RolloutId, int] = {}
         """Tokens that the turn under way has still to sample."""
+        self.starts: dict[RolloutId, Start] = {}
+        """Where the turn under way began, if not behind the turn before, until it has sampled anything."""
+        self.conversations: dict[RolloutId, int] = {}
+        """To which it belongs, but for 0."""
 
 
 class ModelledEnv(Environment):
@@ -52,21 +59,45 @@ class ModelledEnv(Environment):
         command = StartRollout(ctx.rollout, task.ref, ctx.group_seed, ctx._noise_seed, "", 0)
         plan = book.workloads[env].plan(command, 0.0)
         book.plans[ctx.rollout] = env, plan
-        context = plan.scaffold + plan.prompt
         if plan.start_s:
             await ctx.sleep(plan.start_s)
-        for wait, observed, sampled in plan.turns:
+        for (wait, _, sampled), ids in zip(plan.turns, _prompts(plan, book, ctx.rollout), strict=True):
             if wait:
                 await ctx.sleep(wait)
-            context += observed
             book.left[ctx.rollout] = sampled
-            await model.generate(blank_ids(context), max_tokens=sampled)
-            context += sampled
+            await model.generate(ids, max_tokens=sampled)
         if plan.score_s:
             await ctx.sleep(plan.score_s)
         cause = plan.outcome.cause
         limit: Limit | None = None if cause is None else "tokens" if cause == "tokens" else "context"
         return Result(reward=plan.reward, truncated=limit)
+
+
+def _prompts(plan: RolloutPlan, book: Book, rollout: RolloutId) -> Iterator[NDArray[np.int32]]:
+    """int32[P], the prompt of each turn. What a turn observes that begins anew is named by its number, so that no other context
+    begins alike: all else is blank."""
+    context = blank_ids(plan.scaffold + plan.prompt)
+    ends: list[NDArray[np.int32]] = []
+    last: dict[int, NDArray[np.int32]] = {}
+    conversation = 0
+    for number, (_, observed, sampled) in enumerate(plan.turns):
+        start = plan.starts[number] if plan.starts else None
+        if start is None:
+            context = _then(context, observed)
+        else:
+            book.starts[rollout] = start
+            conversation = book.conversations[rollout] = start.conversation
+            kept = ends[start.after] if start.after >= 0 else last.get(conversation, blank_ids(0))
+            context = np.append(kept[: start.kept], np.full(observed, number, np.int32))
+        yield context
+        context = last[conversation] = _then(context, sampled)
+        if plan.starts:
+            ends.append(context)
+
+
+def _then(ids: NDArray[np.int32], count: int) -> NDArray[np.int32]:
+    """int32[P + count], ids and then blank ones."""
+    return np.append(ids, blank_ids(count)) if ids.any() else blank_ids(len(ids) + count)
 
 
 class ModelledEngine:
@@ -108,13 +139,16 @@ class ModelledEngine:
         most = min(left, request.sampling.max_tokens)
         salt = request.cache_salt
         loop = asyncio.get_running_loop()
+        conversation = self._book.conversations.get(rollout, 0)
+        start = self._book.starts.get(rollout)
         call = Call(
             rollout,
             len(request.token_ids),
             most,
-            own=(salt, rollout),
-            chain=self._chain(rollout, salt),
+            own=(salt, rollout, conversation) if conversation else (salt, rollout),
+            chain=() if conversation else self._chain(rollout, salt),
             block=self.model.speed.block,
+            reusable=None if start is None else start.found,
         )
         done: asyncio.Future[Finish] = loop.create_future()
         self._calls[request.request_id] = call, done
@@ -123,6 +157,8 @@ class ModelledEngine:
         self._arm()
         finish = await done
         self._book.left[rollout] = left - call.sampled
+        if call.sampled:
+            self._book.starts.pop(rollout, None)
         if finish == "stop" and call.sampled < left:
             finish = "length"
         count = call.sampled

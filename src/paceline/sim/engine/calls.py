@@ -33,6 +33,7 @@ class Call:
         "prompt",
         "references",
         "restored",
+        "reusable",
         "running",
         "sampled",
         "shared_tokens",
@@ -52,10 +53,12 @@ class Call:
         block: int = 16,
         restored: int = 0,
         references: int = 0,
+        reusable: int | None = None,
     ) -> None:
         """`own` names the conversation in the prefix cache (`key` when left out). `restored`: tokens of the context whose
         KV was brought from elsewhere, so that they need no prefill. `references`: other answers that an engine which
-        speculates may take drafts from."""
+        speculates may take drafts from. `reusable`: tokens of the context that its conversation had when it was cached; None:
+        all that is cached of it."""
         self.key = key
         self.prompt = prompt
         self.target = target
@@ -65,6 +68,7 @@ class Call:
         self.chain = chain
         self.restored = restored
         self.references = references
+        self.reusable = reusable
         self.likely = 0
         """How likely a draft for it is right, in millionths."""
         self.shared_tokens = block * sum([blocks for _, blocks in chain]) if chain else 0

@@ -461,7 +461,10 @@ class EngineModel:
     def found(self, call: Call, context: int) -> int:
         """Tokens of its context that need no prefill; `context`: how many it has."""
         block = self.speed.block
-        found = max(self._cache.hits(call.chain, call.own) * block, call.restored)
+        found = self._cache.hits(call.chain, call.own) * block
+        if call.reusable is not None and call.entry < 0:  # later, what is cached is its own
+            found = min(found, call.reusable // block * block)
+        found = max(found, call.restored)
         return min(found, (context - 1) // block * block)
 
     def _plan_prefill(self, now: float, entered: int) -> None:

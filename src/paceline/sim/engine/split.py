@@ -206,7 +206,10 @@ class SplitEngine:
     def _to_prefill(self, call: Call, now: float) -> None:
         context = call.prompt + call.sampled
         # Its one token is thrown away: the decode engine samples.
-        part = Call(call.key, context, 1, own=call.own, chain=call.chain, block=self.speed.block)
+        reusable = call.reusable if call.entry < 0 else None
+        part = Call(
+            call.key, context, 1, own=call.own, chain=call.chain, block=self.speed.block, reusable=reusable
+        )
         missing = [context - engine.found(part, context) for engine in self.prefill]
         chosen = min(range(len(missing)), key=lambda n: self._backlog[n] + missing[n])
         self._stages[call.key] = _Stage(call, part, chosen, missing[chosen])

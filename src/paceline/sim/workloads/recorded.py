@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from paceline.domain import events as on
 from paceline.domain.commands import StartRollout
 from paceline.domain.events import Event
 from paceline.domain.ids import EnvName
-from paceline.domain.rollout import COMPLETED, Outcome, Rollout
+from paceline.domain.rollout import COMPLETED, Outcome, Rollout, Turn
 from paceline.errors import ConfigError
-from paceline.sim.plan import RolloutPlan
+from paceline.sim.plan import RolloutPlan, Start
 
 
 class Recorded:
@@ -62,9 +65,12 @@ class Recorded:
 def plan_of(rollout: Rollout) -> RolloutPlan:
     """What a finished rollout did."""
     turns: list[tuple[float, int, int]] = []
+    starts = _starts(rollout.turns)
     before = rollout.started
     for number, turn in enumerate(rollout.turns):
         observed = len(turn.prompt_ids) if number else 0
+        if starts and (start := starts[number]) is not None and start.after < 0:
+            observed -= start.kept
         wait = max(0.0, turn.started - turn.queued_s - before)
         turns.append((wait, observed, len(turn.sampled_ids)))
         before = turn.ended
@@ -75,4 +81,58 @@ def plan_of(rollout: Rollout) -> RolloutPlan:
         score_s=max(0.0, rollout.ended - before),
         reward=rollout.reward,
         outcome=COMPLETED if outcome.ending == "completed" else Outcome("truncated", outcome.cause),
+        starts=starts,
     )
+
+
+def _starts(turns: Sequence[Turn]) -> tuple[Start | None, ...]:
+    """Of each turn, from the ids. A prompt that begins with all of a conversation's first one goes on with that conversation,
+    however far its last context is alike; any other begins one of its own, and is taken to be alike to nothing."""
+    if all(turn.extends and turn.after in (-1, number) for number, turn in enumerate(turns[1:])):
+        return ()
+    starts: list[Start | None] = []
+    ends: list[NDArray[np.int32]] = []
+    """By turn: its context, with what it sampled."""
+    of: list[int] = []
+    """By turn: its conversation."""
+    last: list[NDArray[np.int32]] = []
+    """By conversation: its last context."""
+    firsts: list[int] = []
+    """By conversation: tokens of its first prompt."""
+    for number, turn in enumerate(turns):
+        prompt, start = turn.prompt_ids, None
+        if number and turn.extends:
+            before = number - 1 if turn.after < 0 else turn.after
+            conversation, kept = of[before], ends[before]
+            if before < number - 1:
+                found = _alike(kept, last[conversation])
+                start = Start(kept=len(kept), after=before, conversation=conversation, found=found)
+            prompt = np.append(kept, prompt)
+        else:
+            alike = (
+                [_alike(prompt, context) for context in last] if prompt.any() else []
+            )  # blank: a simulated run's
+            going_on = [n for n, tokens in enumerate(alike) if tokens >= firsts[n]]
+            conversation = max(going_on, key=alike.__getitem__, default=len(last))
+            if number:
+                found = alike[conversation] if going_on else 0
+                start = Start(kept=found, conversation=conversation, found=found)
+            if not going_on:
+                last.append(prompt)
+                firsts.append(len(prompt))
+        starts.append(start)
+        of.append(conversation)
+        last[conversation] = np.append(prompt, turn.sampled_ids)
+        ends.append(last[conversation])
+    return tuple(starts)
+
+
+def _alike(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    """Tokens that both begin with."""
+    length, at, step = min(len(one), len(other)), 0, 64
+    while at < length:
+        end = min(length, at + step)
+        if (differs := one[at:end] != other[at:end]).any():
+            return at + int(differs.argmax())
+        at, step = end, 2 * step
+    return length
