@@ -144,9 +144,7 @@ def simulated(fit: Sequence[Record], told: Run) -> float:
             "batch": config.batch.model_dump(),
             "trainer": world.trainer.model_dump(),
             "weights": world.weights.model_dump(),
-            "workload": [
-                {"name": "told", "env": [{"journal": "told", "group_size": config.env[0].group_size}]}
-            ],
+            "workload": [{"name": "told", "env": [{"journal": "told"}]}],
             "policy": [
                 {
                     "name": "told",

@@ -11,12 +11,18 @@ from sim_kit import Kept, simulation
 
 from paceline.cli.main import main
 from paceline.cli.studies import simulate
+from paceline.cli.what_if import records_of, study_of_run, workload_of_run
+from paceline.config import RunConfig
+from paceline.config.dump import dump
 from paceline.core.admission import FixedCap
 from paceline.errors import ConfigError
 from paceline.journal import FileJournal
+from paceline.sim.calibrate import Calibration, recorded_engines
+from paceline.sim.cells import build
 from paceline.sim.engine import Speed
 from paceline.sim.metrics import Measure, summarize
-from paceline.sim.study import StudyConfig
+from paceline.sim.study import SimEnv, StudyConfig
+from paceline.sim.workloads import Recorded, RolloutPlan
 
 TRUTH = Speed(kv_tokens=300_000, max_model_len=40_000, kv_s=2e-7)
 """Engines that the recorded runs had; nobody tells the simulator."""
@@ -32,10 +38,8 @@ def record(folder: Path, preset: str, *, cap: int = CAP, **changes: Any) -> floa
         speed=TRUTH,
         admission=FixedCap(cap),
         train_s=5.0,
-        batch=48,
-        max_steps=3,
+        **{"batch": 48, "max_steps": 3} | changes,
         folds=[kept, measure],
-        **changes,
     ).run()
     found = summarize(measure)
     assert found is not None
@@ -128,6 +132,127 @@ def test_the_command_line_takes_rollouts_and_engines_of_a_run(
     assert f"as in {where}" in (tmp_path / "what-if.html").read_text()
     assert main([*args, "--engines-from", str(tmp_path / "nowhere")]) != 0
     assert "no run at" in capsys.readouterr().err
+
+
+def with_config(folder: Path, cap: int = CAP, group_size: int = 4, **more: Any) -> Path:
+    """What a run directory keeps of its config."""
+    config = RunConfig.model_validate(
+        {
+            "model": {"name": "any"},
+            "sampling": {"max_tokens": 1},
+            "env": [{"id": "any:env", "name": "env", "group_size": group_size}],
+            "scheduling": {"type": "overlap", "lag": 1, "max_staleness": 8},
+            "admission": {"type": "fixed", "cap": cap},
+            "batch": {"rollouts": 48, "seq_len": 1 << 16},
+            "trainer": {"type": "external"},
+        }
+        | more
+    )
+    (folder / "config.toml").write_text(dump(config))
+    return folder
+
+
+def test_a_recorded_run_needs_no_study(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goodput = record(tmp_path / "run", "search", max_steps=5)
+    run = with_config(tmp_path / "run")
+    study = study_of_run(run)
+    assert [policy.name for policy in study.policy] == ["as recorded", "cap 6", "cap 24"]
+    assert (study.study.steps, study.engines.count, study.batch.rollouts) == (5, 2, 48)
+    assert study.trainer.step_s == pytest.approx(5.0, rel=0.01)
+    assert study.weights.load_s == pytest.approx(2.0, rel=0.01)
+    cells = simulate(study, processes=1)
+    assert cells[0].numbers["goodput"] == pytest.approx(goodput, rel=0.10)
+    assert cells[1].numbers["goodput"] < cells[0].numbers["goodput"]
+    monkeypatch.chdir(tmp_path)
+    assert main(["simulate", "--from", "run", "--processes", "1", "--policy", "as recorded"]) == 0
+    assert (tmp_path / "studies" / "run-what-if.csv").is_file()
+    assert f"{cells[0].numbers['goodput']}" in (tmp_path / "studies" / "run-what-if.csv").read_text()
+    out = capsys.readouterr().out
+    untold = recorded_engines(records_of(run)).calibration.untold
+    assert ("not told what " + ", ".join(untold) in out) == bool(untold)
+
+
+def test_what_a_fit_could_not_tell_is_said(
+    runs: dict[str, tuple[Path, float]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    where = runs["search"][0]
+    (tmp_path / "study.toml").write_text(STUDY)
+    monkeypatch.setattr(Calibration, "untold", property(lambda self: ["a step", "a request"]))
+    args = ["simulate", str(tmp_path / "study.toml"), "--processes", "1", "--out", str(tmp_path)]
+    assert main([*args, "--engines-from", str(where)]) == 0
+    assert "not told what a step, a request costs" in capsys.readouterr().out
+
+
+def test_a_run_that_tells_too_little_for_a_study_of_its_own_is_refused(
+    runs: dict[str, tuple[Path, float]], tmp_path: Path
+) -> None:
+    where = runs["search"][0]
+    with pytest.raises(ConfigError, match=r"config\.toml is not there"):
+        study_of_run(where)
+    record(tmp_path / "two-steps", "search")
+    with pytest.raises(ConfigError, match="trained steps that count"):
+        study_of_run(with_config(tmp_path / "two-steps"))
+    record(tmp_path / "few", "code-single", cap=2, batch=4, max_steps=1)
+    with pytest.raises(ConfigError, match="a fit takes 40"):
+        study_of_run(with_config(tmp_path / "few"))
+
+
+def test_a_run_whose_admission_follows_the_load_is_taken_as_it_was(tmp_path: Path) -> None:
+    record(tmp_path, "search", max_steps=5)
+    scheduling = {"type": "unbiased_tail", "cutoff_tokens": 1000}
+    servers = {"type": "vllm", "urls": ["http://127.0.0.1:1"]}
+    changes = {
+        "admission": {"type": "predictive"},
+        "scheduling": scheduling,
+        "engine": servers,
+        "algorithm": {"name": "mine:Algorithm"},
+    }
+    (policy,) = study_of_run(with_config(tmp_path, **changes)).policy
+    assert (policy.name, policy.admission.type, policy.algorithm.name) == (
+        "as recorded",
+        "predictive",
+        "rloo",
+    )
+    assert policy.scheduling.model_dump()["late"] == "resume"  # of servers; a study names none
+
+
+def test_groups_are_as_large_as_they_were(
+    runs: dict[str, tuple[Path, float]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = runs["search"][0]
+    said = study(where, None, CAP)
+    (workload,), (policy,) = said.workload, said.policy
+    wrong = workload.model_copy(update={"env": (SimEnv(journal=str(where), group_size=16),)})
+    with pytest.raises(ConfigError, match=r"group_size 16, and the recorded run has groups of 4"):
+        simulate(said.model_copy(update={"workload": (wrong,)}), processes=1)
+    silent = workload.model_copy(update={"env": (SimEnv(journal=str(where)),)})
+    world = build(said, policy, silent, 1, journals=lambda name: records_of(Path(name)))
+    assert world.core.setup.train[0].group_size == 4
+    (tmp_path / "study.toml").write_text(STUDY.replace("group_size = 4", "group_size = 16"))
+    args = ["simulate", str(tmp_path / "study.toml"), "--processes", "1", "--out", str(tmp_path)]
+    assert main([*args, "--from", str(where)]) == 0  # the study's workloads are replaced, sizes and all
+    capsys.readouterr()
+
+
+def test_environments_of_a_run_stay_apart() -> None:
+    one, other = plan("one"), plan("other")
+    recorded = Recorded({"one": [[one, one]], "other": [[other] * 4]})
+    assert recorded.named("other").groups == {"other": [[other] * 4]}
+    assert (recorded.named("one").sizes, recorded.sizes) == ({"one": 2}, {"one": 2, "other": 4})
+    with pytest.raises(ConfigError, match="the environments 'one', 'other', and none is called 'recorded'"):
+        recorded.named("recorded")
+    assert recorded.named("one").named("recorded").groups == {"recorded": [[one, one]]}
+    envs = workload_of_run(Path("runs/both"), recorded).env
+    assert [(env.label, env.group_size) for env in envs] == [("one", 2), ("other", 4)]
+
+
+def plan(name: str) -> RolloutPlan:
+    return RolloutPlan(prompt=len(name), turns=((0.0, 0, 5),))
 
 
 def test_what_a_recorded_run_cannot_tell_is_said(tmp_path: Path) -> None:

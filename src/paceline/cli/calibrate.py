@@ -65,7 +65,7 @@ def _show_engines(found: Calibration) -> None:
     print(f"a prompt token       {1e6 * found.token_s:>10.3f} us   if it is not cached")
     print(f"  a token before it  {1e9 * found.attention_s:>10.3f} ns")
     print(f"a request            {1e3 * found.request_s:>10.3f} ms   to take it in and answer it")
-    if untold := _untold(found):
+    if untold := found.untold:
         print(
             f"not told             {', '.join(untold)}: these loads cannot tell it from the rest, and others would come out "
             "wrong; docs/simulator.md names loads that do"
@@ -74,19 +74,6 @@ def _show_engines(found: Calibration) -> None:
         f"error                {found.total_error:>+10.1%}      of the half of the seconds that it was not fitted to; "
         f"{found.error:.1%} of a request that ends in it, on the mean ({found.requests} requests in all)"
     )
-
-
-def _untold(found: Calibration) -> list[str]:
-    """What was found to cost nothing, as nothing does."""
-    costs = {
-        "a step": found.fixed_s,
-        "a sequence": found.seq_s - found.token_s,
-        "a token of context": found.context_s,
-        "a prompt token": found.token_s,
-        "a token before it": found.attention_s,
-        "a request": found.request_s,
-    }
-    return [name for name, seconds in costs.items() if seconds <= 0.0]
 
 
 def _show_world(found: RecordedWorld) -> None:

@@ -1,9 +1,10 @@
 """`paceline simulate`: scheduling policies on modelled engines, before anything is rented.
 
 paceline simulate STUDY.toml
-paceline simulate STUDY.toml --from RUN        the rollouts of a recorded run instead of the study's workloads
+paceline simulate --from RUN                       a recorded run as it was, and what if its cap were another
+paceline simulate STUDY.toml --from RUN            its rollouts instead of the study's workloads
 paceline simulate STUDY.toml --engines-from RUN    its engines, as their requests tell, instead of a model on a GPU
-paceline simulate --list                       the models, GPUs and workloads that Paceline knows
+paceline simulate --list                           the models, GPUs and workloads that Paceline knows
 """
 
 from __future__ import annotations
@@ -16,22 +17,30 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from paceline.cli.studies import simulate, write_study
+from paceline.cli.studies import run_dir, simulate, write_study
+from paceline.cli.what_if import records_of, study_of_run, workload_of_run
 from paceline.errors import ConfigError
+from paceline.sim.calibrate import recorded_engines
 from paceline.sim.cells import Cell
 from paceline.sim.engine import GPUS, MODELS
 from paceline.sim.page import COLUMNS, number, table
 from paceline.sim.study import StudyConfig, load_study
-from paceline.sim.workloads import PRESETS
+from paceline.sim.workloads import PRESETS, Recorded
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("study", metavar="STUDY", nargs="?", help="a study file (examples/studies has some)")
+    parser.add_argument(
+        "study",
+        metavar="STUDY",
+        nargs="?",
+        help="a study file (examples/studies has some); with --from it may be left out",
+    )
     parser.add_argument(
         "--from",
         dest="recorded",
         metavar="RUN",
-        help="directory of a run whose rollouts are rolled out again",
+        help="directory of a run whose rollouts are rolled out again. Without STUDY also its engines, trainer and policy are "
+        "modelled: as recorded, and with half and twice its cap where that is fixed",
     )
     parser.add_argument(
         "--engines-from",
@@ -53,12 +62,14 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         _list()
         return 0
-    if args.study is None:
-        raise ConfigError("name a study file: paceline simulate STUDY.toml (examples/studies has some)")
-    path = Path(args.study)
-    study = _chosen(load_study(path), args)
+    for named in (args.recorded, args.engines_from):
+        if named is not None and not Path(named).is_dir():
+            raise ConfigError(f"no run at {named!r}: give the directory of a run")
+    study, folder = _study(args)
+    study = _chosen(study, args)
     out = _folder(args.out)
     console = Console()
+    _say_untold(study, folder, console)
     began = time.monotonic()
     with Progress(
         TextColumn("{task.description}"),
@@ -72,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
             study,
             processes=args.processes,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
-            folder=path.parent,
+            folder=folder,
         )
     for workload in dict.fromkeys(cell.workload for cell in cells):
         console.print(_table(cells, workload))
@@ -81,6 +92,43 @@ def run(args: argparse.Namespace) -> int:
     took = time.monotonic() - began
     console.print(f"{rollouts:,.0f} rollouts in {took:.1f} s; written: {', '.join(map(str, written))}")
     return 0
+
+
+def _study(args: argparse.Namespace) -> tuple[StudyConfig, Path]:
+    """The study, and the folder that its paths are relative to."""
+    if args.study is not None:
+        path = Path(args.study)
+        study = load_study(path)
+        changes: dict[str, object] = {}
+        if args.engines_from is not None:
+            changes["recorded"] = str(Path(args.engines_from).resolve())
+            study = study.model_copy(update={"engines": study.engines.model_copy(update=changes)})
+        if args.recorded is not None:
+            run = Path(args.recorded)
+            workload = workload_of_run(run, Recorded.of(records_of(run)))
+            study = study.model_copy(update={"workload": (workload,)})
+        return study, path.parent
+    if args.recorded is None:
+        raise ConfigError(
+            "name a study file, paceline simulate STUDY.toml (examples/studies has some), or a recorded run, "
+            "paceline simulate --from RUN"
+        )
+    return study_of_run(Path(args.recorded), args.engines_from and Path(args.engines_from)), Path()
+
+
+def _say_untold(study: StudyConfig, folder: Path, console: Console) -> None:
+    """What the fit of recorded engines could not tell."""
+    recorded = study.engines.recorded
+    if recorded is None:
+        return
+    found = recorded_engines(records_of(run_dir(recorded, folder)), study.engines.max_batched_tokens)
+    if untold := found.calibration.untold:
+        console.print(
+            f"not told what {', '.join(untold)} costs: the loads of {recorded} cannot tell it from the rest, and other loads may "
+            "come out wrong (docs/simulator.md, Calibration)",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _folder(name: str) -> Path:
@@ -94,28 +142,20 @@ def _folder(name: str) -> Path:
 
 
 def _chosen(study: StudyConfig, args: argparse.Namespace) -> StudyConfig:
+    """What the other options leave of it."""
     changes: dict[str, object] = {}
-    data = study.model_dump()
     if args.seeds is not None:
-        changes["study"] = data["study"] | {"seeds": args.seeds}
+        changes["study"] = study.study.model_copy(update={"seeds": args.seeds})
     if args.policy:
         known = [policy.name for policy in study.policy]
         for name in args.policy:
             if name not in known:
                 raise ConfigError(f"the study has no policy {name!r}; there are {', '.join(known)}")
-        changes["policy"] = [p for p in data["policy"] if p["name"] in args.policy]
-    for named in (args.recorded, args.engines_from):
-        if named is not None and not Path(named).is_dir():
-            raise ConfigError(f"no run at {named!r}: give the directory of a run")
-    if args.engines_from is not None:
-        changes["engines"] = data["engines"] | {"recorded": str(Path(args.engines_from).resolve())}
-    if args.recorded is not None:
-        sizes = {env.group_size for workload in study.workload for env in workload.env}
-        if len(sizes) > 1:
-            raise ConfigError(f"the study has groups of {sorted(sizes)}: for --from, keep one workload")
-        env = {"journal": str(Path(args.recorded).resolve()), "group_size": sizes.pop()}
-        changes["workload"] = [{"name": Path(args.recorded).name, "env": [env]}]
-    return StudyConfig.model_validate(data | changes) if changes else study
+        changes["policy"] = tuple(policy for policy in study.policy if policy.name in args.policy)
+    chosen = study.model_copy(update=changes)
+    # The copy is what is used: it still tells what was said from what was left out.
+    StudyConfig.model_validate(chosen.model_dump())
+    return chosen
 
 
 def _table(cells: list[Cell], workload: str) -> Table:

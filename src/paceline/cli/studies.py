@@ -109,12 +109,13 @@ def _run(job: tuple[Any, ...]) -> Cell:
     study, policy, workload, seed, folder = job
 
     def journal(name: str) -> Iterable[Record]:
-        return ((r.at, r.event, r.commands) for r in read_journal(_run_dir(name, folder)))
+        return ((r.at, r.event, r.commands) for r in read_journal(run_dir(name, folder)))
 
     return run_cell(study, policy, workload, seed, journal)
 
 
-def _run_dir(name: str, folder: Path) -> Path:
+def run_dir(name: str, folder: Path) -> Path:
+    """Of a recorded run that a study names, relative to `folder` or to where the command is given. ConfigError when there is none."""
     for path in (folder / name, Path(name)):
         if path.exists():
             return path

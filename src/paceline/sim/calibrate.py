@@ -75,6 +75,19 @@ class Calibration(msgspec.Struct, frozen=True):
     total_error: float
     """Relative error of all the seconds that were not fitted to: what goodput is off by."""
 
+    @property
+    def untold(self) -> list[str]:
+        """What was found to cost nothing, as nothing does: the loads could not tell it from the rest."""
+        costs = {
+            "a step": self.fixed_s,
+            "a sequence": self.seq_s - self.token_s,
+            "a token of context": self.context_s,
+            "a prompt token": self.token_s,
+            "a token before it": self.attention_s,
+            "a request": self.request_s,
+        }
+        return [name for name, seconds in costs.items() if seconds <= 0.0]
+
     def speed(
         self, *, kv_tokens: int, max_model_len: int, max_num_seqs: int = 256, max_batched_tokens: int = 8192
     ) -> Speed:

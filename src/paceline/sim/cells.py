@@ -37,7 +37,7 @@ from paceline.sim.metrics import (
 from paceline.sim.plan import RolloutPlan, Workload
 from paceline.sim.requests import Record
 from paceline.sim.simulation import Fold, Simulation
-from paceline.sim.study import PolicySection, StudyConfig, WorkloadSection
+from paceline.sim.study import PolicySection, SimEnv, StudyConfig, WorkloadSection
 from paceline.sim.workloads import Recorded, workload_of
 
 Journals = Callable[[str], Iterable[Record]]
@@ -104,7 +104,9 @@ def build(
     admission: Admission | None = None,
 ) -> Simulation:
     """The simulation of one cell, ready to run. ConfigError when it cannot work."""
-    workloads = {env: Drawn(each) for env, each in workloads_of(workload, seed, journals).items()}
+    made = workloads_of(workload, seed, journals)
+    workload = _with_recorded_groups(workload, made)
+    workloads = {env: Drawn(each) for env, each in made.items()}
     config = study.run_config(workload, policy, seed)
     sizes = {("train", env.label): env.tasks for env in workload.env}
     setup = core_setup(config, sizes, {})
@@ -127,6 +129,22 @@ def build(
         shared_kv_s=study.shared_kv_s,
         folds=folds,
     )
+
+
+def _with_recorded_groups(workload: WorkloadSection, made: Mapping[EnvName, Workload]) -> WorkloadSection:
+    """Groups of recorded runs as large as they were. ConfigError where the study says something else."""
+    envs: list[SimEnv] = []
+    for env in workload.env:
+        recorded = made[env.label]
+        if isinstance(recorded, Recorded) and env.group_size != (size := recorded.sizes[env.label]):
+            if "group_size" in env.model_fields_set:
+                raise ConfigError(
+                    f"workload {workload.name!r}: env {env.label!r} has group_size {env.group_size}, and the recorded run has "
+                    f"groups of {size}: leave group_size out"
+                )
+            env = env.model_copy(update={"group_size": size})
+        envs.append(env)
+    return workload.model_copy(update={"env": tuple(envs)})
 
 
 def engines_of(
@@ -171,7 +189,7 @@ def run_cell(
     simulation.run(until=until, steps=steps)
     cpu_s = process_time() - began
     simulation.core.account.check()
-    numbers = _numbers(study, workload, simulation, measure, before)
+    numbers = _numbers(study, simulation, measure, before)
     numbers["cpu_s"] = cpu_s
     points = tuple(timeline.points) if timeline else ()
     if points:
@@ -195,7 +213,6 @@ class _Before(msgspec.Struct, frozen=True):
 
 def _numbers(
     study: StudyConfig,
-    workload: WorkloadSection,
     simulation: Simulation,
     measure: Measure,
     before: _Before,
@@ -242,14 +259,15 @@ def _numbers(
         single = [plan for plan in plans if len(plan.turns) == 1]
         # The bound is of engines that do their own prefill, and sample a token a sequence and step.
         plain = all(isinstance(e, EngineModel) and e.speed.speculation is None for e in engines)
-        if plain and len(single) == len(plans) and len(workload.env) == 1:
+        train = simulation.core.setup.train
+        if plain and len(single) == len(plans) and len(train) == 1:
             per_step = trained / summary.steps
             bound = lower_bound(
                 [plan.prompt for plan in plans],
                 [plan.sampled for plan in plans],
                 engines[0].speed,
                 len(engines),
-                group_size=workload.env[0].group_size,
+                group_size=train[0].group_size,
             )
             # Of as many rollouts as a step trains; the longest of them is a matter of that step.
             work_s = bound.work_s * per_step / len(plans)
@@ -317,13 +335,15 @@ def workloads_of(
 ) -> dict[EnvName, Workload]:
     """The workload of each environment."""
     made: dict[EnvName, Workload] = {}
+    recorded: dict[str, Recorded] = {}
     for env in workload.env:
         shape = env.shape
         if shape is not None:
             made[env.label] = workload_of(shape, seed)
         elif env.journal is not None:
-            events = (event for _, event, _ in _records(env.journal, journals))
-            made[env.label] = Recorded.of(events).named(env.label)
+            if env.journal not in recorded:
+                recorded[env.journal] = Recorded.of(_records(env.journal, journals))
+            made[env.label] = recorded[env.journal].named(env.label)
     return made
 
 

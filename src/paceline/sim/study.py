@@ -83,7 +83,7 @@ class SimEnv(FiniteSection):
     """One environment of a workload."""
 
     name: str | None = None
-    """Name in metrics; the preset's, or the kind's, when left out."""
+    """Name in metrics; the preset's, or the kind's, when left out. Of a recorded run with several environments: which."""
     preset: str | None = None
     """A workload by name: `paceline simulate --list`."""
     reasoning: ReasoningLengths | None = None
@@ -93,7 +93,7 @@ class SimEnv(FiniteSection):
     journal: str | None = None
     """The rollouts of this recorded run, instead of a preset: its directory."""
     group_size: int = Field(default=8, ge=1)
-    """Rollouts of one task."""
+    """Rollouts of one task; of a recorded run, as many as it had."""
     weight: float = Field(default=1.0, gt=0)
     """Share of the groups, relative to the other environments'."""
     tasks: int | None = Field(default=None, ge=1)

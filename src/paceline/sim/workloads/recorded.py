@@ -10,26 +10,39 @@ from numpy.typing import NDArray
 
 from paceline.domain import events as on
 from paceline.domain.commands import StartRollout
-from paceline.domain.events import Event
 from paceline.domain.ids import EnvName
 from paceline.domain.rollout import COMPLETED, Outcome, Rollout, Turn
 from paceline.errors import ConfigError
 from paceline.sim.plan import RolloutPlan, Start
+from paceline.sim.requests import Record
 
 
 class Recorded:
     """Group n of an environment is its n-th recorded group, over and over; member m its m-th member."""
 
-    def __init__(self, groups: dict[EnvName, list[list[RolloutPlan]]]) -> None:
+    def __init__(
+        self, groups: dict[EnvName, list[list[RolloutPlan]]], sizes: dict[EnvName, int] | None = None
+    ) -> None:
+        """`sizes`: members of a group, by environment; None: as many as the largest has."""
         self.groups = groups
         """By environment: the plans of each group's members."""
+        self.sizes = sizes or {env: max(map(len, each)) for env, each in groups.items()}
 
     @classmethod
-    def of(cls, events: Iterable[Event]) -> Recorded:
-        """From the events of a journal. Only what ended by itself is taken: what a cancel cut short says nothing about how
+    def of(cls, records: Iterable[Record]) -> Recorded:
+        """From the records of a journal. Only what ended by itself is taken: what a cancel cut short says nothing about how
         long it would have been. ConfigError when nothing is left."""
         by_group: dict[EnvName, dict[int, dict[int, RolloutPlan]]] = defaultdict(lambda: defaultdict(dict))
-        for event in events:
+        sizes: dict[EnvName, int] = {}
+        for _, event, commands in records:
+            for command in commands:
+                if (
+                    isinstance(command, StartRollout)
+                    and command.task.split == "train"
+                    and not command.put_off
+                ):
+                    size = command.group_needs or command.group_size or command.rollout.member + 1
+                    sizes[command.task.env] = max(size, sizes.get(command.task.env, 0))
             if not isinstance(event, on.RolloutEnded):
                 continue
             rollout = event.rollout
@@ -45,7 +58,11 @@ class Recorded:
             {
                 env: [[plan for _, plan in sorted(groups[number].items())] for number in sorted(groups)]
                 for env, groups in by_group.items()
-            }
+            },
+            {
+                env: sizes.get(env) or 1 + max(member for group in groups.values() for member in group)
+                for env, groups in by_group.items()
+            },
         )
 
     @property
@@ -53,8 +70,19 @@ class Recorded:
         return max(plan.context for groups in self.groups.values() for group in groups for plan in group)
 
     def named(self, env: EnvName) -> Recorded:
-        """All its groups as those of one environment, in their order."""
-        return Recorded({env: [group for groups in self.groups.values() for group in groups]})
+        """The groups of its environment `env`, or those of its only one under that name. ConfigError when it has several, and
+        none is called so."""
+        if env in self.groups:
+            of = env
+        elif len(self.groups) == 1:
+            (of,) = self.groups
+        else:
+            names = ", ".join(map(repr, sorted(self.groups)))
+            raise ConfigError(
+                f"the recorded run has the environments {names}, and none is called {env!r}: give each a [[workload.env]] of its "
+                "own, whose `name` is the environment's"
+            )
+        return Recorded({env: self.groups[of]}, {env: self.sizes[of]})
 
     def plan(self, command: StartRollout, now: float) -> RolloutPlan:
         groups = self.groups[command.task.env]
