@@ -10,9 +10,19 @@ import pytest
 from sim_kit import SEQ_LEN, SMALL, Kept, simulation, small_setup
 
 from paceline.config import Limits, SamplingSection
-from paceline.core.admission import Admission, FixedCap, PredictiveCap
+from paceline.core.admission import AdaptiveCap, Admission, Bounds, FixedCap, PredictiveCap
 from paceline.core.processing import GroupRules
-from paceline.core.scheduling import Overlap, Overprovision, Scheduling, Synchronous
+from paceline.core.scheduling import (
+    Divided,
+    KvArea,
+    Overlap,
+    Overprovision,
+    Partial,
+    Scheduling,
+    Synchronous,
+    TailRounds,
+    UnbiasedTail,
+)
 from paceline.domain import commands as do
 from paceline.sim.engine import EngineModel, Link, Speculation, Speed, SplitEngine
 from paceline.sim.plan import RolloutPlan, Start
@@ -62,6 +72,36 @@ CASES: dict[str, tuple[str, Callable[[], Admission], Callable[[], Scheduling], d
         lambda: Overprovision(1.5, "discard"),
         {"lag": 0, "max_staleness": 0},
     ),
+    # What is let go on is granted while another rollout asks, which is at its engine before those that must be woken.
+    "partial": ("code-single", lambda: FixedCap(12), lambda: Partial(600, 1.0), {"lag": 0}),
+    "partial-over": ("code-single", lambda: FixedCap(12), lambda: Partial(600, 2.0), {"lag": 0}),
+    "april": ("code-single", lambda: FixedCap(12), lambda: Partial(None, 2.0), {"lag": 0}),
+    "tail-rounds": (
+        "code-single",
+        lambda: FixedCap(12),
+        lambda: TailRounds(1.25, 1.25),
+        {"lag": 0, "max_staleness": 0},
+    ),
+    "unbiased-pinned": (
+        "code-single",
+        lambda: FixedCap(12),
+        lambda: UnbiasedTail(800, "pinned"),
+        {"lag": 0, "max_staleness": 0},
+    ),
+    "unbiased-resume": (
+        "code-single",
+        lambda: FixedCap(12),
+        lambda: UnbiasedTail(800, "resume"),
+        {"lag": 0, "max_staleness": 32},
+    ),
+    "divided": ("code-single", lambda: FixedCap(12), lambda: Divided(400, 0.25), {"lag": 0}),
+    "divided-agents": (
+        "swe-small",
+        lambda: FixedCap(10),
+        lambda: Divided(400, 0.25),
+        {"lag": 0, "speed": TIGHT, "max_steps": 2},
+    ),
+    "kv-area": ("code-single", lambda: FixedCap(12), lambda: KvArea(300, 0.25, 0.9, 0.75), {"lag": 0}),
     "segments": ("code-single", lambda: FixedCap(8), Overlap, {"segment_tokens": 300, "lag": 2}),
     "recompute": ("code-single", lambda: FixedCap(8), Overlap, {"mode": "recompute", "lag": 2}),
     "drain": ("code-single", lambda: FixedCap(8), Overlap, {"mode": "drain", "lag": 2}),
@@ -88,6 +128,12 @@ CASES: dict[str, tuple[str, Callable[[], Admission], Callable[[], Scheduling], d
         {"speed": msgspec.structs.replace(SMALL, speculation=Speculation(references="none")), "lag": 2},
     ),
     # One engine: readings of two come at the same moment, in an order of the loop's, and the first gets what starts.
+    "adaptive": (
+        "swe-small",
+        lambda: AdaptiveCap(Bounds(most=24)),
+        Overlap,
+        {"poll_s": 4.7, "speed": TIGHT, "max_steps": 2, "engines": 1},
+    ),
     "predictive": (
         "swe-small",
         PredictiveCap,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from paceline.domain.commands import StartRollout
+from paceline.domain.commands import GrantTurn, StartRollout
 from paceline.domain.ids import EngineId, Version
 from paceline.domain.rollout import CancelCause, Finish, Outcome, Rollout, Turn, VersionRuns
 from paceline.sim.engine.calls import Call
@@ -40,6 +40,8 @@ class SimRollout(msgspec.Struct, eq=False, gc=False):
     asked: float = 0.0
     sent: float = 0.0
     engine: EngineId = ""
+    grant: GrantTurn | None = None
+    """A turn that was granted while it waited, until it has heard of that. Parking it takes the grant away."""
     call: Call | None = None
     """The engine request under way."""
     cancelled: CancelCause | None = None

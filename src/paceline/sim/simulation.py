@@ -89,6 +89,8 @@ class Simulation:
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._soon: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._order = 0
+        self._asks: SimRollout | None = None
+        """Whose request for a turn is being handled."""
         self._armed = dict.fromkeys(self.engines, inf)
         """When each engine is in the heap for, the earliest; inf: not at all."""
         self._performers: dict[type, Callable[[Any], None] | None] = {
@@ -206,10 +208,33 @@ class Simulation:
 
     def _ask(self, rollout: SimRollout) -> None:
         rollout.asked = self.now
+        self._asks = rollout
         self._post(on.TurnRequested(rollout.command.rollout, rollout.context, rollout.left))
+        self._asks = None
 
     def _do_GrantTurn(self, command: do.GrantTurn) -> None:
         rollout = self.running[command.rollout]
+        if rollout is self._asks:
+            self._send(rollout, command)
+            return
+        # It waits at the gate and must be woken: whoever asks now is at the engine before it.
+        rollout.grant = command
+        self.soon(self._woken, rollout, command)
+
+    def _woken(self, rollout: SimRollout, command: do.GrantTurn) -> None:
+        is_parked = rollout.grant is None
+        rollout.grant = None
+        if rollout.cancelled is None and not is_parked:
+            self._send(rollout, command)
+            return
+        # Stopped between the grant and its request, which is not sent. The grant is answered all the same.
+        self._post(on.SegmentEnded(command.rollout, command.engine, (), "abort"))
+        if rollout.cancelled is not None:
+            self._end(rollout, Outcome("cancelled", rollout.cancelled))
+        else:
+            self._ask(rollout)
+
+    def _send(self, rollout: SimRollout, command: do.GrantTurn) -> None:
         waited = self.now - rollout.asked
         rollout.gate_s += waited
         rollout.queued_s += waited
@@ -354,7 +379,10 @@ class Simulation:
 
     def _do_ParkRollout(self, command: do.ParkRollout) -> None:
         rollout = self.running.get(command.rollout)
-        if rollout is not None and rollout.call is not None:
+        if rollout is None:
+            return
+        rollout.grant = None
+        if rollout.call is not None:
             self.soon(self._abort_call, rollout, rollout.call)
 
     def _abort_call(self, rollout: SimRollout, call: Call) -> None:
@@ -385,8 +413,7 @@ class Simulation:
     # ── training ──
 
     def _do_ProcessGroup(self, command: do.ProcessGroup) -> None:
-        # One turn of the loop later than a rollout that starts at this moment: it takes a task and a slice of work.
-        self.soon(self.soon, self._process, command)
+        self.soon(self._process, command)
 
     def _process(self, command: do.ProcessGroup) -> None:
         group = command.group
