@@ -155,3 +155,14 @@ def test_conservation_laws_hold_under_every_policy_and_fault_mix(block: int) -> 
         except Exception as error:
             error.add_note(f"chance_run({seed})")
             raise
+
+
+@pytest.mark.parametrize(("over_issue", "seed"), [(1.0, 7), (2.0, 5)])
+def test_a_rollout_that_may_go_on_gets_the_permit_of_one_whose_budget_is_used_up(
+    over_issue: float, seed: int
+) -> None:
+    # Nothing else comes on an engine all of whose rollouts have used up theirs: the run stood still for ever.
+    run = simulation(seed=seed, lag=0, admission=FixedCap(12), scheduling=Partial(600, over_issue))
+    run.run()
+    assert run.finish is not None
+    assert run.finish.status == "done"

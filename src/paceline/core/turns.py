@@ -115,6 +115,8 @@ class Turns:
             if self._policy is not None and not flight.parked and flight.task.split == "train":
                 self._policy.turn_asked(flight)
                 if flight.held or flight.cancelled is not None:
+                    # A permit that comes back is for who was let go on and found none: no other event may think of them.
+                    self.resume_parked(self._engine_of[flight.engine])
                     return True
                 engine = self._engine_of[flight.engine]  # the policy may have moved it
             if not flight.parked:
