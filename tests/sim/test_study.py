@@ -18,7 +18,7 @@ from paceline.errors import ConfigError
 from paceline.sim.cells import Cell, build, paired, run_cell
 from paceline.sim.engine import EngineModel, SplitEngine
 from paceline.sim.page import page
-from paceline.sim.study import load_study
+from paceline.sim.study import StudyConfig, load_study
 
 STUDIES = sorted((Path(__file__).parents[2] / "examples" / "studies").glob("*.toml"))
 
@@ -214,6 +214,29 @@ def test_options_of_engines_that_disagree_are_refused(tmp_path: Path, added: str
     (tmp_path / "broken.toml").write_text(f"{SMALL}\n{added}\n")
     with pytest.raises(ConfigError, match=said):
         first_cell(tmp_path / "broken.toml")
+
+
+@pytest.mark.parametrize(
+    ("added", "said"),
+    [
+        ("engine_lost_at_s = [5, -100]", r"engine_lost_at_s\[1\] is -100, and a run goes from 0 s on: give seconds"),
+        ("engine_lost_at_s = [nan]", r"engine_lost_at_s\[0\] is nan, and a run goes from 0 s on"),
+        ("engine_lost_at_s = [inf]", r"engine_lost_at_s\[0\] is inf, and a run goes from 0 s on"),
+        ("engine_lost_at_s = [5, 6]", "has 2 times, and engines.count or the policy gives 1: give at most one"),
+        ("engine_back_s = nan", "faults.engine_back_s"),
+        ("call = nan", "faults.call"),
+    ],
+)  # fmt: skip
+def test_faults_that_cannot_come_are_refused(tmp_path: Path, added: str, said: str) -> None:
+    (tmp_path / "broken.toml").write_text(f"{SMALL}\n[faults]\n{added}\n")
+    with pytest.raises(ConfigError, match=said):
+        load_study(tmp_path / "broken.toml")
+
+
+def test_an_engine_that_is_lost_for_good_can_be_written_and_written_again(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(f"{SMALL}\n[faults]\nengine_lost_at_s = [5]\nengine_back_s = inf\n")
+    study = load_study(tmp_path / "small.toml")
+    assert StudyConfig.model_validate(study.model_dump()) == study
 
 
 def test_a_policy_may_split_its_engines_and_speculate(tmp_path: Path) -> None:

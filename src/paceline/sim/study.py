@@ -252,6 +252,12 @@ class StudyConfig(FiniteSection):
                     f"{where}: {what} needs to know the model and its GPUs, and engines.recorded tells only what steps of "
                     "whole engines cost: leave one out"
                 )
+        lost, engines = len(self.faults.engine_lost_at_s), policy.engines or section.count
+        if lost > engines:
+            raise ValueError(
+                f"{where}: faults.engine_lost_at_s has {lost} times, and engines.count or the policy gives {engines}: give at "
+                "most one for each engine, or take more engines"
+            )
         known = {**GPUS, **self.gpus}
         if prefill is not None and prefill.gpu is not None and prefill.gpu not in known:
             raise ValueError(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from math import inf
-from typing import Literal
+from math import inf, isfinite
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from paceline.config.base import FiniteSection, Section
+from paceline.config.base import FiniteSection
 from paceline.domain.batch import Batch
 
 
@@ -37,7 +37,7 @@ class WeightsModel(FiniteSection):
     """Seconds an engine stands still for it."""
 
 
-class FaultModel(Section):
+class FaultModel(FiniteSection):
     """What goes wrong. Each draw is keyed by what it is for, so that policies meet the same faults."""
 
     infrastructure: float = Field(default=0.0, ge=0, le=1)
@@ -48,10 +48,20 @@ class FaultModel(Section):
     """Share of engine requests that fail."""
     load: float = Field(default=0.0, ge=0, le=1)
     """Share of weight loads that fail."""
-    engine_lost_at_s: tuple[float, ...] = ()
+    engine_lost_at_s: tuple[Annotated[float, Field(allow_inf_nan=True)], ...] = ()
     """When an engine is lost: the first at the first of them, the second at the second, and so on."""
-    engine_back_s: float = Field(default=inf, gt=0)
-    """Seconds until it is back, with the weights it started with."""
+    engine_back_s: float = Field(default=inf, gt=0, allow_inf_nan=True)
+    """Seconds until it is back, with the weights it started with; inf: it never is."""
+
+    @model_validator(mode="after")
+    def _times_come(self) -> FaultModel:
+        for number, at in enumerate(self.engine_lost_at_s):
+            if not (isfinite(at) and at >= 0):
+                raise ValueError(
+                    f"engine_lost_at_s[{number}] is {at:g}, and a run goes from 0 s on: give seconds that it comes to, or "
+                    "leave out engines that are not lost"
+                )
+        return self
 
     @property
     def hits_rollouts(self) -> bool:
