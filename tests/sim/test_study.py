@@ -14,11 +14,11 @@ import pytest
 
 from paceline.cli.main import main
 from paceline.cli.studies import simulate
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, NoProgressError
 from paceline.sim.cells import Cell, build, paired, run_cell
 from paceline.sim.engine import EngineModel, SplitEngine
 from paceline.sim.page import page
-from paceline.sim.study import StudyConfig, load_study
+from paceline.sim.study import DEAD_GROUPS, StudyConfig, load_study
 
 STUDIES = sorted((Path(__file__).parents[2] / "examples" / "studies").glob("*.toml"))
 
@@ -305,3 +305,24 @@ def test_ctrl_c_ends_a_study_and_its_processes(tmp_path: Path) -> None:
         assert paceline.returncode == 130
         assert "Traceback" not in said
     assert psutil.wait_procs(children, timeout=240)[1] == []
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        SMALL.replace("tailsieve", "swe-real").replace("seq_len = 40000", "seq_len = 8000"),
+        SMALL + "\n[faults]\nenvironment = 1.0\n",
+    ],
+    ids=["every sample is cut before its answer", "the environment fails always"],
+)
+def test_a_study_of_which_nothing_can_train_ends_with_the_error_of_a_run(
+    tmp_path: Path, changed: str
+) -> None:
+    (tmp_path / "small.toml").write_text(changed)
+    with pytest.raises(NoProgressError, match=f"{DEAD_GROUPS + 1} groups in a row brought nothing to train"):
+        first_cell(tmp_path / "small.toml")
+
+
+def test_a_study_goes_on_where_nearly_every_request_fails(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(SMALL + "\n[faults]\ncall = 0.98\n")
+    assert first_cell(tmp_path / "small.toml").numbers["steps"] == 2

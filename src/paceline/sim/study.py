@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from pydantic import Field, model_validator
@@ -36,6 +36,11 @@ from paceline.sim.engine import (
 )
 from paceline.sim.workloads import PRESETS, AgentTurns, ReasoningLengths
 from paceline.sim.world import FaultModel, TrainerModel, WeightsModel
+
+DEAD_GROUPS: Final = 1000
+"""Groups in a row that bring nothing to train before a cell ends with the error of a run. A simulation has no hours to wait for
+better ones, and goes on where all but one group in a hundred die; where none can train it would go on for ever. A study may allow
+more of them (`batch.dead_group_limit`)."""
 
 
 class EnginesSection(FiniteSection):
@@ -353,7 +358,7 @@ class StudyConfig(FiniteSection):
                 "scheduling": policy.scheduling.model_dump(),
                 "admission": policy.admission.model_dump(),
                 "algorithm": policy.algorithm.model_dump(),
-                "batch": batch | {"dead_group_limit": 1 << 30},
+                "batch": batch | {"dead_group_limit": max(DEAD_GROUPS, self.batch.dead_group_limit)},
                 "filters": {"zero_advantage": study.zero_signal},
                 "checkpoint": {"every": 1 << 30},
                 "trainer": {"type": "external"},
