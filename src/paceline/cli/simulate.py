@@ -16,10 +16,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
-from paceline.cli.studies import run_dir, simulate, write_study
+from paceline.cli.studies import files_of, run_dir, simulate, write_study
 from paceline.cli.what_if import records_of, study_of_run, workload_of_run
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, printable
 from paceline.sim.calibrate import recorded_engines
 from paceline.sim.cells import Cell
 from paceline.sim.engine import GPUS, MODELS
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"no run at {named!r}: give the directory of a run")
     study, folder = _study(args)
     study = _chosen(study, args)
-    out = _folder(args.out)
+    out = _folder(args.out, study.study.name)
     console = Console()
     _say_untold(study, folder, console)
     began = time.monotonic()
@@ -85,12 +86,20 @@ def run(args: argparse.Namespace) -> int:
             progress=lambda done, total: bar.update(task, completed=done, total=total),
             folder=folder,
         )
-    for workload in dict.fromkeys(cell.workload for cell in cells):
-        console.print(_table(cells, workload))
-    written = write_study(study, cells, out)
+    try:
+        written = write_study(study, cells, out)
+    finally:  # what cannot be written is shown all the same: it may have taken hours
+        for workload in dict.fromkeys(cell.workload for cell in cells):
+            console.print(_table(cells, workload))
     rollouts = sum(cell.numbers["rollouts"] for cell in cells)
     took = time.monotonic() - began
-    console.print(f"{rollouts:,.0f} rollouts in {took:.1f} s; written: {', '.join(map(str, written))}")
+    files = printable(", ".join(map(str, written)))
+    console.print(
+        f"{rollouts:,.0f} rollouts in {took:.1f} s; written: {files}",
+        markup=False,
+        emoji=False,
+        soft_wrap=True,
+    )
     return 0
 
 
@@ -131,13 +140,18 @@ def _say_untold(study: StudyConfig, folder: Path, console: Console) -> None:
         )
 
 
-def _folder(name: str) -> Path:
+def _folder(name: str, study: str) -> Path:
     """Where the results go; made before there are any, which may take hours."""
     folder = Path(name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {name!r} is no directory, and none can be made there: {error}") from error
+    for path in files_of(study, folder):
+        if path.is_dir():
+            raise ConfigError(
+                f"{path} is a directory, and the results go there: move it, or give another --out"
+            )
     return folder
 
 
@@ -161,14 +175,19 @@ def _chosen(study: StudyConfig, args: argparse.Namespace) -> StudyConfig:
 def _table(cells: list[Cell], workload: str) -> Table:
     """A number a row and a policy a column: there are more numbers than a terminal is wide."""
     rows = table(cells, workload)
-    shown = Table(title=workload, title_justify="left")
+    shown = Table(title=_text(workload), title_justify="left")
     shown.add_column("")
     for policy, _ in rows:
-        shown.add_column(policy, justify="right")
+        shown.add_column(_text(policy), justify="right")
     for name, title in COLUMNS.items():
         if any(name in found for _, found in rows):
             shown.add_row(title, *(number(f[name].mean, name) if name in f else "" for _, f in rows))
     return shown
+
+
+def _text(name: str) -> Text:
+    """A name of the study's as it is: what looks like markup is none."""
+    return Text(printable(name))
 
 
 def _list() -> None:

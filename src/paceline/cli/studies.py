@@ -11,10 +11,11 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context, parent_process
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Thread, current_thread, main_thread
 from typing import Any
 
-from paceline.errors import ConfigError, InvariantError
+from paceline.errors import ConfigError, InvariantError, PacelineError
 from paceline.journal import read_journal
 from paceline.sim.cells import Cell, run_cell
 from paceline.sim.page import page
@@ -122,34 +123,62 @@ def run_dir(name: str, folder: Path) -> Path:
     raise ConfigError(f"no run at {name!r}")
 
 
+def files_of(name: str, folder: Path) -> list[Path]:
+    """Where the results of a study go: table, page, and the table once more for where pyarrow is installed."""
+    return [folder / f"{name}.{kind}" for kind in ("csv", "html", "parquet")]
+
+
 def write_study(
     study: StudyConfig, cells: Sequence[Cell], folder: Path, facts: Sequence[tuple[str, str]] = ()
 ) -> list[Path]:
-    """Write NAME.csv and NAME.html, and NAME.parquet where pyarrow is installed; returns what was written."""
+    """Write NAME.csv and NAME.html, and NAME.parquet where pyarrow is installed; returns what was written.
+
+    Whole files take the place of older ones, so that two studies of a name never mix in one. PacelineError when one cannot be
+    written.
+    """
     name = study.study.name
-    folder.mkdir(parents=True, exist_ok=True)
     columns = list(dict.fromkeys(key for cell in cells for key in cell.numbers))
     rows = [[c.policy, c.workload, c.seed, *(c.numbers.get(column) for column in columns)] for c in cells]
-    written = [folder / f"{name}.csv", folder / f"{name}.html"]
-    with written[0].open("w", newline="", encoding="utf-8") as file:
+    columns = ["policy", "workload", "seed", *columns]
+    path = folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=folder, prefix=".study-") as beside:
+            drafts = files_of(name, Path(beside))
+            path = folder / drafts[0].name
+            _write_csv(drafts[0], columns, rows)
+            path = folder / drafts[1].name
+            drafts[1].write_text(page(name, cells, [*facts, *_facts(study)]), encoding="utf-8")
+            path = folder / drafts[2].name
+            _write_parquet(drafts[2], columns, rows)
+            # A draft that is there is whole.
+            written = [folder / draft.name for draft in drafts if draft.exists()]
+            for path in written:
+                (Path(beside) / path.name).replace(path)
+    except OSError as error:
+        raise PacelineError(
+            f"cannot write {path}: {error.strerror or error}; make room for it, or give another folder"
+        ) from error
+    return written
+
+
+def _write_csv(path: Path, columns: list[str], rows: list[list[Any]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(["policy", "workload", "seed", *columns])
+        writer.writerow(columns)
         writer.writerows(rows)
-    written[1].write_text(page(name, cells, [*facts, *_facts(study)]), encoding="utf-8")
-    parquet = _write_parquet(folder / f"{name}.parquet", ["policy", "workload", "seed", *columns], rows)
-    return [*written, *parquet]
 
 
-def _write_parquet(path: Path, columns: list[str], rows: list[list[Any]]) -> list[Path]:
+def _write_parquet(path: Path, columns: list[str], rows: list[list[Any]]) -> None:
+    """Not where pyarrow is not installed."""
     try:
         import pyarrow  # type: ignore[import-not-found,unused-ignore]
         import pyarrow.parquet  # type: ignore[import-not-found,unused-ignore]
     except ModuleNotFoundError:
-        return []
+        return
     pyarrow.parquet.write_table(
         pyarrow.table({column: [row[n] for row in rows] for n, column in enumerate(columns)}), path
     )
-    return [path]
 
 
 def _facts(study: StudyConfig) -> list[tuple[str, str]]:

@@ -168,8 +168,8 @@ class PolicySection(FiniteSection):
 class StudySection(FiniteSection):
     """The study itself."""
 
-    name: str = Field(default="study", pattern=r"^\w[\w.-]*$")
-    """Name of the files that are written: letters, digits, `_`, `-` and `.`."""
+    name: str = Field(default="study", max_length=60, pattern=r"^\w[\w.-]*$")
+    """Name of the files that are written: at most 60 letters, digits, `_`, `-` and `.`."""
     seeds: int = Field(default=5, ge=1)
     """Seeds; all policies meet the same rollouts under one."""
     first_seed: int = Field(default=1, ge=0)
