@@ -86,3 +86,67 @@ def test_the_name_of_a_study_is_short_enough_for_a_file(tmp_path: Path) -> None:
         load_study(written(tmp_path, SMALL.replace('"small"', f'"{"x" * 300}"')))
     study = load_study(written(tmp_path, SMALL.replace('"small"', f'"{"𝒳" * 60}"')))
     assert len(write_study(study, simulate(study, processes=1), tmp_path)) >= 2
+
+
+REFUSED = (
+    (SMALL + 'scheduling = { type = "unbiased_tail" }\n', "use algorithm.name"),
+    (SMALL.replace("group_size = 4", "group_size = 64"), "group_size 64 > batch.rollouts 16"),
+    (SMALL.replace("[[policy]]", '[[workload.env]]\npreset = "tailsieve"\n\n[[policy]]'), "are both called 'tailsieve'"),
+    (SMALL + 'algorithm = { name = "grppo" }\n', "'grppo'"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "said"), REFUSED)
+def test_what_a_run_would_refuse_of_any_policy_is_refused_before_a_study_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    # Another policy comes first, which could run for hours.
+    text = text.replace("[[policy]]", '[[policy]]\nname = "first"\n\n[[policy]]').replace(
+        "steps = 1", "steps = 1000000"
+    )
+    assert main(["simulate", str(written(tmp_path, text)), "--out", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert (
+        "policy 'overlap' with workload 'answers'" in told
+        or "policy 'first' with workload 'answers' (and 1 more)" in told
+    )
+
+
+def test_all_that_a_run_would_refuse_is_told_at_once(tmp_path: Path) -> None:
+    text = SMALL.replace("group_size = 4", "group_size = 64") + 'algorithm = { name = "grppo" }\n'
+    with pytest.raises(ConfigError, match=r"2 things are wrong in the study:\n.*group_size 64.*\n.*'grppo'"):
+        load_study(written(tmp_path, text))
+
+
+def test_the_config_of_a_cell_that_cannot_be_is_a_config_error(tmp_path: Path) -> None:
+    study = load_study(written(tmp_path))
+    one = study.workload[0].env[0].model_copy(update={"group_size": 64})
+    workload = study.workload[0].model_copy(update={"env": (one,)})
+    with pytest.raises(
+        ConfigError, match="policy 'overlap' with workload 'answers': env 'tailsieve' has group_size 64"
+    ):
+        study.run_config(workload, study.policy[0], 1)
+    with pytest.raises(ConfigError, match="group_size 64"):
+        simulate(study.model_copy(update={"workload": (workload,)}), processes=1)
+
+
+@pytest.mark.parametrize(
+    "options", [("--seeds", "0"), ("--seeds", "-3"), ("--processes", "0"), ("--processes", "-1")]
+)
+def test_numbers_of_seeds_and_processes_are_positive(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, str]
+) -> None:
+    assert main(["simulate", str(written(tmp_path)), f"{options[0]}={options[1]}"]) == 2
+    assert "is no whole number of at least 1" in capsys.readouterr().err
+    if options[0] == "--processes":
+        with pytest.raises(ConfigError, match="it takes at least 1"):
+            simulate(written(tmp_path), processes=int(options[1]))
+
+
+def test_engines_of_a_run_are_refused_where_a_study_has_prefill_engines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, SMALL + "prefill = {}\n")
+    assert main(["simulate", str(path), "--engines-from", str(tmp_path), "--out", str(tmp_path)]) == 2
+    assert "policy 'overlap': prefill needs to know the model" in capsys.readouterr().err

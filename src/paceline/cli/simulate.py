@@ -13,11 +13,13 @@ import argparse
 import time
 from pathlib import Path
 
+from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from paceline.cli.options import positive
 from paceline.cli.studies import files_of, run_dir, simulate, write_study
 from paceline.cli.what_if import records_of, study_of_run, workload_of_run
 from paceline.errors import ConfigError, printable
@@ -25,7 +27,7 @@ from paceline.sim.calibrate import recorded_engines
 from paceline.sim.cells import Cell
 from paceline.sim.engine import GPUS, MODELS
 from paceline.sim.page import COLUMNS, number, table
-from paceline.sim.study import StudyConfig, load_study
+from paceline.sim.study import StudyConfig, load_study, problems_of
 from paceline.sim.workloads import PRESETS, Recorded
 
 
@@ -48,11 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="directory of a run whose engines are taken, fitted as `paceline calibrate` does",
     )
-    parser.add_argument("--seeds", type=int, metavar="N", help="seeds, instead of the study's number")
+    parser.add_argument("--seeds", type=positive, metavar="N", help="seeds, instead of the study's number")
     parser.add_argument(
         "--policy", action="append", default=[], metavar="NAME", help="only this policy; may be repeated"
     )
-    parser.add_argument("--processes", type=int, metavar="N", help="cells at once (default: one a core)")
+    parser.add_argument("--processes", type=positive, metavar="N", help="cells at once (default: one a core)")
     parser.add_argument(
         "--out", metavar="DIR", default="studies", help="where the table and the page go (default: studies)"
     )
@@ -66,8 +68,11 @@ def run(args: argparse.Namespace) -> int:
     for named in (args.recorded, args.engines_from):
         if named is not None and not Path(named).is_dir():
             raise ConfigError(f"no run at {named!r}: give the directory of a run")
-    study, folder = _study(args)
-    study = _chosen(study, args)
+    try:
+        study, folder = _study(args)
+        study = _chosen(study, args)
+    except ValidationError as error:  # of what the options change
+        raise ConfigError("; ".join(problems_of(error))) from error
     out = _folder(args.out, study.study.name)
     console = Console()
     _say_untold(study, folder, console)

@@ -42,6 +42,9 @@ def simulate(
         path = Path(study)
         folder = folder or path.parent
         study = load_study(path)
+    if processes is not None and processes < 1:
+        raise ConfigError(f"processes is {processes}: it takes at least 1, or None for one a core")
+    study.check()
     section = study.study
     jobs = [
         (study, policy, workload, seed, folder or Path())

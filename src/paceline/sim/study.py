@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from paceline.config import (
     AdmissionSection,
@@ -20,6 +20,7 @@ from paceline.config import (
 from paceline.config.base import FiniteSection
 from paceline.config.batch import BatchSection
 from paceline.config.load import load
+from paceline.core.advantages import builtin
 from paceline.errors import ConfigError
 from paceline.sim.calibrate import RecordedEngines
 from paceline.sim.engine import (
@@ -342,7 +343,42 @@ class StudyConfig(FiniteSection):
         return self._model.kv_bytes_per_token / (rate * 1e9)
 
     def run_config(self, workload: WorkloadSection, policy: PolicySection, seed: int) -> RunConfig:
-        """The config of the run that one cell simulates: what the production code decides by."""
+        """The config of the run that one cell simulates: what the production code decides by. ConfigError when it refuses it."""
+        try:
+            return self._run_config(workload, policy, seed)
+        except ValidationError as error:
+            where = _place(policy, workload)
+            raise ConfigError("; ".join(f"{where}: {problem}" for problem in problems_of(error))) from error
+
+    def check(self) -> None:
+        """ConfigError with all that production code refuses of any policy with any workload, so that it is no cell that
+        finds it hours later."""
+        places: dict[str, list[str]] = {}
+        for workload in self.workload:
+            for policy in self.policy:
+                for problem in self._refused(workload, policy):
+                    places.setdefault(problem, []).append(_place(policy, workload))
+        lines = [
+            f"{where[0]}{f' (and {len(where) - 1} more)' if where[1:] else ''}: {problem}"
+            for problem, where in places.items()
+        ]
+        if lines:
+            told = [f"{len(lines)} things are wrong in the study:", *lines] if lines[1:] else lines
+            raise ConfigError("\n  ".join(told))
+
+    def _refused(self, workload: WorkloadSection, policy: PolicySection) -> list[str]:
+        problems: list[str] = []
+        try:
+            self._run_config(workload, policy, self.study.first_seed)
+        except ValidationError as error:
+            problems += problems_of(error)
+        try:
+            builtin(policy.algorithm.name, policy.algorithm.args)
+        except ConfigError as error:
+            problems.append(str(error))
+        return problems
+
+    def _run_config(self, workload: WorkloadSection, policy: PolicySection, seed: int) -> RunConfig:
         study = self.study
         batch: dict[str, Any] = self.batch.model_dump()
         if workload.rollouts is not None:
@@ -378,6 +414,20 @@ def _env(env: SimEnv) -> dict[str, Any]:
     }
 
 
+def _place(policy: PolicySection, workload: WorkloadSection) -> str:
+    return f"policy {policy.name!r} with workload {workload.name!r}"
+
+
+def problems_of(error: ValidationError) -> list[str]:
+    """What is wrong, a line each, with the key where there is one."""
+    lines = []
+    for found in error.errors(include_url=False, include_input=False):
+        said = found["msg"].removeprefix("Value error, ")
+        key = ".".join(map(str, found["loc"]))
+        lines.append(f"{key}: {said}" if key else said)
+    return lines
+
+
 def load_study(path: Path, overrides: tuple[str, ...] = ()) -> StudyConfig:
     """Read a study file. ConfigError names everything that is wrong with it."""
     loaded = load(StudyConfig, [path], overrides)
@@ -390,6 +440,7 @@ def load_study(path: Path, overrides: tuple[str, ...] = ()) -> StudyConfig:
                 and not Path(env.journal).exists()
             ):
                 raise ConfigError(f"workload {workload.name!r}: no run at {env.journal!r}")
+    study.check()
     return study
 
 
