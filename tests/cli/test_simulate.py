@@ -93,6 +93,7 @@ REFUSED = (
     (SMALL.replace("group_size = 4", "group_size = 64"), "group_size 64 > batch.rollouts 16"),
     (SMALL.replace("[[policy]]", '[[workload.env]]\npreset = "tailsieve"\n\n[[policy]]'), "are both called 'tailsieve'"),
     (SMALL + 'algorithm = { name = "grppo" }\n', "'grppo'"),
+    (SMALL + "\n[engines]\nmax_model_len = 1000\n", "raise engines.max_model_len"),
 )  # fmt: skip
 
 
@@ -107,10 +108,7 @@ def test_what_a_run_would_refuse_of_any_policy_is_refused_before_a_study_runs(
     assert main(["simulate", str(written(tmp_path, text)), "--out", str(tmp_path)]) == 2
     told = capsys.readouterr().err
     assert said in told
-    assert (
-        "policy 'overlap' with workload 'answers'" in told
-        or "policy 'first' with workload 'answers' (and 1 more)" in told
-    )
+    assert "with workload 'answers'" in told
 
 
 def test_all_that_a_run_would_refuse_is_told_at_once(tmp_path: Path) -> None:

@@ -205,6 +205,7 @@ def test_what_is_wrong_with_a_study_is_named(tmp_path: Path) -> None:
         ("[engines]\nprefill = { gpu = 'P100' }", "prefill.gpu 'P100' is not known"),
         ("[engines]\nkv_tokens = 90000\nmax_num_seqs = 8\n[engines.prefill]\ngpu='T'\n[gpus.T]\ntflops=1\nbandwidth_tb_s=1\nmemory_gb=22",
          "does not fit a prefill engine of"),
+        ("[engines]\nmax_model_len = 1000", "a context may come to 21184 tokens, and an engine takes 1000: raise engines.max_model_len"),
         ("[engines]\nexpert_parallel = true", "the model is dense, and has no experts"),
         ("[engines]\nmodel='moe'\nexpert_parallel = true\n[models.moe]\nlayers=2\nheads=2\nparams_b=4\nactive_b=1\nexperts=8",
          "does not say what a token sends them"),

@@ -17,7 +17,7 @@ from typing import Any
 
 from paceline.errors import ConfigError, InvariantError, PacelineError
 from paceline.journal import read_journal
-from paceline.sim.cells import Cell, run_cell
+from paceline.sim.cells import Cell, check_engines, run_cell
 from paceline.sim.page import page
 from paceline.sim.requests import Record
 from paceline.sim.study import StudyConfig, load_study
@@ -45,6 +45,7 @@ def simulate(
     if processes is not None and processes < 1:
         raise ConfigError(f"processes is {processes}: it takes at least 1, or None for one a core")
     study.check()
+    check_engines(study)
     section = study.study
     jobs = [
         (study, policy, workload, seed, folder or Path())

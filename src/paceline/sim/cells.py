@@ -162,6 +162,24 @@ def engines_of(
     return {name: SplitEngine(speed, helpers, link, recompute=prefill.recompute) for name in names}
 
 
+def check_engines(study: StudyConfig) -> None:
+    """ConfigError when what is drawn does not fit the engines of a policy, so that it is no cell that finds it hours later. What
+    recorded runs hold is known when they are read."""
+    if study.engines.recorded is not None:
+        return
+    for workload in study.workload:
+        if any(env.journal is not None for env in workload.env):
+            continue
+        longest = longest_context(workloads_of(workload, study.study.first_seed))
+        for policy in study.policy:
+            try:
+                engines_of(study, policy, longest)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"policy {policy.name!r} with workload {workload.name!r}: {error}"
+                ) from error
+
+
 def run_cell(
     study: StudyConfig,
     policy: PolicySection,

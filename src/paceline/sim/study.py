@@ -295,6 +295,11 @@ class StudyConfig(FiniteSection):
                 f"a context of {longest} tokens does not fit {what} of {speed.kv_tokens}: take more GPUs an engine, "
                 "or a shorter cap"
             )
+        if longest > speed.max_model_len:
+            raise ConfigError(
+                f"a context may come to {longest} tokens, and {what} takes {speed.max_model_len}: raise "
+                "engines.max_model_len, or take a shorter cap"
+            )
         return msgspec.structs.replace(
             speed,
             max_num_seqs=section.max_num_seqs,
