@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 import paceline.cli.studies
@@ -148,3 +158,87 @@ def test_engines_of_a_run_are_refused_where_a_study_has_prefill_engines(
     path = written(tmp_path, SMALL + "prefill = {}\n")
     assert main(["simulate", str(path), "--engines-from", str(tmp_path), "--out", str(tmp_path)]) == 2
     assert "policy 'overlap': prefill needs to know the model" in capsys.readouterr().err
+
+
+def with_processes(path: Path, *options: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+    """A study that goes on for ever, and its two processes."""
+    command = [sys.executable, "-m", "paceline", "simulate", str(path), "--processes", "2", *options]
+    parent = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    children: list[psutil.Process] = []
+    while sum("spawn_main" in " ".join(child.cmdline()) for child in children) < 2:
+        assert parent.poll() is None
+        time.sleep(0.05)
+        children = psutil.Process(parent.pid).children()
+    return parent, [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+
+
+ENDLESS = SMALL.replace("steps = 1", "steps = 1000000").replace("seeds = 1", "seeds = 2")
+
+
+def test_a_process_of_a_study_that_is_killed_ends_it_with_the_reason(tmp_path: Path) -> None:
+    parent, children = with_processes(written(tmp_path, ENDLESS), "--out", str(tmp_path))
+    with parent:
+        os.kill(children[0].pid, signal.SIGKILL)
+        _, said = parent.communicate(timeout=240)
+    assert parent.returncode == 1
+    assert "error: a process of the study was killed" in said
+    assert "Traceback" not in said
+    assert psutil.wait_procs(children, timeout=240)[1] == []
+
+
+def test_processes_of_a_study_end_with_one_that_is_told_to(tmp_path: Path) -> None:
+    parent, children = with_processes(written(tmp_path, ENDLESS), "--out", str(tmp_path))
+    with parent:
+        parent.terminate()
+        parent.communicate(timeout=240)
+    assert psutil.wait_procs(children, timeout=240)[1] == []
+
+
+def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
+    path = written(tmp_path, ENDLESS)
+    script = tmp_path / "script.py"
+    script.write_text(f"import paceline\npaceline.simulate({str(path)!r}, processes=2)\n", "utf-8")
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=240
+    )
+    assert done.returncode == 1
+    assert 'below `if __name__ == "__main__":`' in done.stderr.splitlines()[-1]
+
+
+def test_few_of_very_many_cells_are_handed_out_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pending: list[Future[Any]] = []
+
+    class Pool(ProcessPoolExecutor):
+        def submit(self, *args: Any, **options: Any) -> Future[Any]:
+            future = super().submit(*args, **options)
+            pending[:] = [each for each in (*pending, future) if not each.done()]
+            assert len(pending) <= 64
+            return future
+
+    @contextmanager
+    def processes_of(count: int) -> Iterator[Pool]:
+        with Pool(count, mp_context=paceline.cli.studies.get_context("spawn")) as pool:
+            yield pool
+
+    class Enough(Exception):
+        pass
+
+    def seen(done: int, total: int) -> None:
+        assert total == 1_000_000_000
+        if done == 40:
+            raise Enough
+
+    monkeypatch.setattr(paceline.cli.studies, "processes_of", processes_of)
+    path = written(tmp_path, SMALL.replace("seeds = 1", "seeds = 1000000000"))
+    with pytest.raises(Enough):
+        simulate(path, processes=2, progress=seen)
+
+
+def test_cells_come_in_their_order_from_however_many_processes(tmp_path: Path) -> None:
+    text = SMALL.replace("seeds = 1", "seeds = 40") + '\n[[policy]]\nname = "another"\n'
+    cells = simulate(written(tmp_path, text), processes=2)
+    assert [(cell.policy, cell.seed) for cell in cells] == [
+        (policy, seed) for policy in ("overlap", "another") for seed in range(1, 41)
+    ]

@@ -6,14 +6,17 @@ import csv
 import multiprocessing
 import os
 import signal
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from itertools import islice
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread, current_thread, main_thread
-from typing import Any
+from typing import Any, Final
 
 from paceline.errors import ConfigError, InvariantError, PacelineError
 from paceline.journal import read_journal
@@ -24,6 +27,14 @@ from paceline.sim.study import StudyConfig, load_study
 
 Progress = Callable[[int, int], None]
 """(cells that are done, cells in all)."""
+
+_AHEAD: Final = 16
+"""Cells a process that are handed out and not yet told of: a long one that the others are told behind keeps none of them idle."""
+
+_BROKEN: Final = (
+    "a process of the study was killed, or could not start: where memory ran out, take fewer at once (`--processes`); a script "
+    'that calls paceline.simulate does so below `if __name__ == "__main__":`, since each process reads the script first'
+)
 
 
 def simulate(
@@ -47,36 +58,55 @@ def simulate(
     study.check()
     check_engines(study)
     section = study.study
-    jobs = [
+    seeds = range(section.first_seed, section.first_seed + section.seeds)
+    jobs = (
         (study, policy, workload, seed, folder or Path())
         for workload in study.workload
         for policy in study.policy
-        for seed in range(section.first_seed, section.first_seed + section.seeds)
-    ]
-    count = min(len(jobs), processes or os.cpu_count() or 1)
+        for seed in seeds
+    )
+    total = len(study.workload) * len(study.policy) * len(seeds)
+    count = min(total, processes or os.cpu_count() or 1)
     cells: list[Cell] = []
+
+    def add(cell: Cell) -> None:
+        cells.append(cell)
+        if progress is not None:
+            progress(len(cells), total)
+
     if count <= 1:
         for job in jobs:
-            cells.append(_run(job))
-            if progress is not None:
-                progress(len(cells), len(jobs))
-        return cells
+            add(_run(job))
+    else:
+        _run_apart(jobs, count, add)
+    return cells
+
+
+def _run_apart(jobs: Iterator[tuple[Any, ...]], count: int, add: Callable[[Cell], None]) -> None:
+    """`add` gets the cells in the order of the jobs, from `count` processes. Only as many jobs are handed out as keep these busy: a
+    study may have a thousand million."""
     others = multiprocessing.active_children()
     with processes_of(count) as pool:
+        running: deque[Future[Cell]] = deque()
+
+        def hand_out(most: int) -> None:
+            with _no_interrupts():  # it may start a process
+                running.extend(pool.submit(_run, job) for job in islice(jobs, most))
+
         try:
-            with _no_interrupts():
-                running = [pool.submit(_run, job) for job in jobs]  # starts them
-            for each in running:
-                cells.append(each.result())
-                if progress is not None:
-                    progress(len(cells), len(jobs))
+            hand_out(count * _AHEAD)
+            while running:
+                cell = running.popleft().result()
+                hand_out(1)
+                add(cell)
+        except BrokenProcessPool as error:
+            raise PacelineError(_BROKEN) from error
         except BaseException:
             # They would finish their cells first, which may take hours.
             for process in multiprocessing.active_children():
                 if process not in others:
                     process.terminate()
             raise
-    return cells
 
 
 def processes_of(count: int) -> ProcessPoolExecutor:
