@@ -242,3 +242,44 @@ def test_cells_come_in_their_order_from_however_many_processes(tmp_path: Path) -
     assert [(cell.policy, cell.seed) for cell in cells] == [
         (policy, seed) for policy in ("overlap", "another") for seed in range(1, 41)
     ]
+
+
+LENGTHS = "reasoning = {{ median = 1000, cap = 8000, {} }}"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (SMALL.replace("steps = 1", "seconds = 60\nskip_seconds = 60"), "skip_seconds 60 leave nothing to count of seconds 60"),
+        (SMALL.replace("steps = 1", "poll_s = 1e-9"), "study.poll_s"),
+        (SMALL.replace("steps = 1", "sample_s = 1e-9"), "study.sample_s"),
+        (SMALL.replace('preset = "tailsieve"', LENGTHS.format("sigma = 1e9")), "sigma = 1"),
+        (SMALL.replace('preset = "tailsieve"', LENGTHS.format("sigma = 30, icc = 0.5")), "sigma = 30"),
+        (SMALL.replace('preset = "tailsieve"', LENGTHS.format("sigma = 1, drift = 1e300")), "drift = 1"),
+        (SMALL.replace('preset = "tailsieve"', LENGTHS.format("sigma = 1, prompt_sigma = 1e300")), "prompt_sigma = 1"),
+        (SMALL.replace('preset = "tailsieve"', "agents = { turns = 4, observed_sigma = 1e9 }"), "observed_sigma = 1"),
+        (SMALL + "\n[efficiency]\nkv = 0.0\n", "efficiency.kv is 0, and is a share of what the data sheet says: from 0.001 to 1"),
+        (SMALL + "\n[efficiency]\ncompute = 0.0\n", "efficiency.compute is 0"),
+        (SMALL + "\n[efficiency]\nweights = -0.5\n", "efficiency.weights is -0.5"),
+        (SMALL + "\n[efficiency]\nseq_s = -1e-3\n", "efficiency.seq_s is -0.001: it takes 0 or more"),
+        (SMALL + "\n[efficiency]\nnetwork_gb_s = 0\n", "efficiency.network_gb_s is 0: it takes more than 0"),
+    ],
+)  # fmt: skip
+def test_numbers_that_no_simulation_can_take_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    assert main(["simulate", str(written(tmp_path, text)), "--out", str(tmp_path)]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "reasoning = { median = 1e308, cap = 8000, sigma = 10, prompt_sigma = 10, drift = 1, icc = 0.5 }",
+        "agents = { turns = 1e308, turns_sigma = 10, turns_at_end = 1e-308, observed = 1e308 }",
+    ],
+)
+def test_the_widest_lengths_that_are_taken_can_be_drawn(tmp_path: Path, shape: str) -> None:
+    text = SMALL.replace('preset = "tailsieve"', shape).replace("steps = 1", "seconds = 60")
+    (cell,) = simulate(written(tmp_path, text), processes=1)
+    assert cell.numbers["sampled_per_s"] > 0

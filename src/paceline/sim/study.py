@@ -43,6 +43,12 @@ DEAD_GROUPS: Final = 1000
 better ones, and goes on where all but one group in a hundred die; where none can train it would go on for ever. A study may allow
 more of them (`batch.dead_group_limit`)."""
 
+_LEAST_S: Final = 1e-3
+"""Between two looks at the engines: less would be lost in the virtual time of a long run, which then would not go on."""
+_SHARES: Final = ("weights", "kv", "kv_mha", "compute", "attention")
+_LEAST_SHARE: Final = 0.001
+"""Of the efficiencies in `_SHARES`: kernels that waste more are a mistake in the study."""
+
 
 class EnginesSection(FiniteSection):
     """The engines."""
@@ -183,12 +189,20 @@ class StudySection(FiniteSection):
     """Virtual seconds after which a run stops at the latest; none: when its steps are taken."""
     skip_seconds: float = Field(default=0.0, ge=0)
     """Seconds that do not count, where a run is measured by time."""
-    poll_s: float = Field(default=5.0, gt=0)
+    poll_s: float = Field(default=5.0, ge=_LEAST_S)
     """Seconds between readings of the engines' metrics, for admission that looks at them."""
-    sample_s: float | None = Field(default=None, gt=0)
+    sample_s: float | None = Field(default=None, ge=_LEAST_S)
     """Seconds between points of the plots over time; none takes none."""
     zero_signal: bool = False
     """Whether groups whose members have equal rewards are kept out of batches, as in a run; papers count them."""
+
+    @model_validator(mode="after")
+    def _something_counts(self) -> StudySection:
+        if self.seconds is not None and self.skip_seconds >= self.seconds:
+            raise ValueError(
+                f"skip_seconds {self.skip_seconds:g} leave nothing to count of seconds {self.seconds:g}: lower them"
+            )
+        return self
 
     @property
     def most_steps(self) -> int | None:
@@ -240,9 +254,22 @@ class StudyConfig(FiniteSection):
                 )
         for policy in self.policy:
             self._engines_agree(policy)
+        return self
+
+    @model_validator(mode="after")
+    def _efficiency_can_be(self) -> StudyConfig:
         known_names = [n for n in Efficiency.__struct_fields__ if n != "all_reduce_s"]
         if unknown := sorted(set(self.efficiency) - set(known_names)):
             raise ValueError(f"efficiency has no {unknown[0]!r}; there are {', '.join(known_names)}")
+        for name, value in self.efficiency.items():
+            if name in _SHARES and not _LEAST_SHARE <= value <= 1:
+                raise ValueError(
+                    f"efficiency.{name} is {value:g}, and is a share of what the data sheet says: from {_LEAST_SHARE} to 1"
+                )
+            if value < 0 or (value == 0 and name == "network_gb_s"):
+                raise ValueError(
+                    f"efficiency.{name} is {value:g}: it takes {'more than 0' if value == 0 else '0 or more'}"
+                )
         return self
 
     def _engines_agree(self, policy: PolicySection) -> None:

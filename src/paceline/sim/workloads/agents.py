@@ -11,7 +11,7 @@ from paceline.core.streams import key, mix
 from paceline.domain.commands import StartRollout
 from paceline.domain.rollout import COMPLETED, Outcome
 from paceline.sim.plan import RolloutPlan
-from paceline.sim.workloads.draws import lognormal, normal, whole
+from paceline.sim.workloads.draws import MOST_SIGMA, lognormal, normal, whole
 
 _FULL = Outcome("truncated", "context", "the longest context")
 
@@ -23,7 +23,7 @@ class Tool(FiniteSection):
     """Share of the calls, relative to the other kinds'."""
     median_s: float = Field(ge=0)
     """Median seconds."""
-    sigma: float = Field(default=0.0, ge=0)
+    sigma: float = Field(default=0.0, ge=0, le=MOST_SIGMA)
     """Standard deviation of the logarithm."""
     tail_s: float = Field(default=0.0, ge=0)
     """Mean of an exponential number of seconds on top."""
@@ -34,7 +34,7 @@ class AgentTurns(FiniteSection):
 
     turns: float = Field(gt=0)
     """Median turns of a rollout."""
-    turns_sigma: float = Field(default=0.63, ge=0)
+    turns_sigma: float = Field(default=0.63, ge=0, le=MOST_SIGMA)
     """Standard deviation of the logarithm."""
     turns_task_share: float = Field(default=0.0, ge=0, le=1)
     """Share of its variance that is the task's."""
@@ -50,13 +50,13 @@ class AgentTurns(FiniteSection):
     """Tokens of the task behind it."""
     sampled: float = Field(default=145.0, gt=0)
     """Median tokens sampled in a turn."""
-    sampled_sigma: float = Field(default=1.0, ge=0)
+    sampled_sigma: float = Field(default=1.0, ge=0, le=MOST_SIGMA)
     """Standard deviation of the logarithm."""
     max_sampled: int = Field(default=4096, ge=1)
     """Most tokens of a turn."""
     observed: float = Field(default=303.0, gt=0)
     """Median tokens that a tool returns."""
-    observed_sigma: float = Field(default=1.3, ge=0)
+    observed_sigma: float = Field(default=1.3, ge=0, le=MOST_SIGMA)
     """Standard deviation of the logarithm."""
     max_observed: int = Field(default=8192, ge=1)
     """Most tokens that a tool returns."""
@@ -66,7 +66,7 @@ class AgentTurns(FiniteSection):
     """Kinds of tool calls."""
     start_s: float = Field(default=0.0, ge=0)
     """Median seconds until a sandbox is up."""
-    start_sigma: float = Field(default=0.0, ge=0)
+    start_sigma: float = Field(default=0.0, ge=0, le=MOST_SIGMA)
     """Standard deviation of its logarithm."""
     score_s: float = Field(default=0.0, ge=0)
     """Seconds to score a rollout."""

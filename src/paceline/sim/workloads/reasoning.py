@@ -19,7 +19,7 @@ from paceline.core.streams import key, mix, uniform
 from paceline.domain.commands import StartRollout
 from paceline.domain.rollout import COMPLETED, Outcome
 from paceline.sim.plan import RolloutPlan
-from paceline.sim.workloads.draws import lognormal, normal, whole
+from paceline.sim.workloads.draws import MOST_SIGMA, grown, lognormal, normal, whole
 
 _CUT = Outcome("truncated", "tokens", "the longest answer")
 _KEPT_TASKS = 4096
@@ -30,7 +30,7 @@ class ReasoningLengths(FiniteSection):
 
     median: float = Field(gt=0)
     """Median length in tokens, runaways aside."""
-    sigma: float = Field(ge=0)
+    sigma: float = Field(ge=0, le=MOST_SIGMA)
     """Standard deviation of the logarithm, over everything."""
     cap: int = Field(ge=1)
     """Longest answer in tokens; longer ones are truncated there."""
@@ -42,7 +42,7 @@ class ReasoningLengths(FiniteSection):
     """Share that is the policy version's, for all tasks alike."""
     task_checkpoint_share: float = Field(default=0.0, ge=0, le=1)
     """Share that is the task's under one policy version."""
-    drift: float = 0.0
+    drift: float = Field(default=0.0, ge=-1, le=1)
     """By how much the logarithm of the median grows at each step: 0.005 is half a percent."""
     runaway_tasks: float = Field(default=0.0, ge=0, le=1)
     """Share of the tasks that are prone to run away."""
@@ -52,11 +52,11 @@ class ReasoningLengths(FiniteSection):
     """Second parameter."""
     prompt: float = Field(default=300.0, ge=1)
     """Median prompt in tokens."""
-    prompt_sigma: float = Field(default=0.4, ge=0)
+    prompt_sigma: float = Field(default=0.4, ge=0, le=MOST_SIGMA)
     """Standard deviation of its logarithm."""
     score_s: float = Field(default=0.0, ge=0)
     """Median seconds to score an answer."""
-    score_sigma: float = Field(default=0.0, ge=0)
+    score_sigma: float = Field(default=0.0, ge=0, le=MOST_SIGMA)
     """Standard deviation of its logarithm."""
 
     @model_validator(mode="after")
@@ -111,7 +111,7 @@ class Reasoning:
             shift += by_both * normal(base, 16 + version)
         if lengths.drift:
             shift += lengths.drift * version
-        tokens = whole(lengths.median * exp(shift), lengths.cap + 1)
+        tokens = whole(lengths.median * grown(shift), lengths.cap + 1)
         is_cut = tokens > lengths.cap or (runaway > 0 and uniform(noise, 1) < runaway)
         if is_cut:
             tokens = lengths.cap
