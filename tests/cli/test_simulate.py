@@ -244,6 +244,25 @@ def test_cells_come_in_their_order_from_however_many_processes(tmp_path: Path) -
     ]
 
 
+@pytest.mark.parametrize("option", ["--from", "--engines-from"])
+def test_a_directory_without_a_run_is_the_users_to_change(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    command = ["simulate", str(written(tmp_path)), "--out", str(tmp_path), option, str(tmp_path / "empty")]
+    assert main(command) == 2
+    assert "empty holds no journal: give the directory of a run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["gpus = 2", "slow = 1.5", "expert_parallel = true", "shared_kv_gb_s = 40"])
+def test_what_recorded_engines_would_ignore_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    path = written(tmp_path, f"{SMALL}\n[engines]\n{key}\n")
+    assert main(["simulate", str(path), "--engines-from", str(tmp_path), "--out", str(tmp_path)]) == 2
+    assert f"leave {key.split()[0]} out of [engines]" in capsys.readouterr().err
+
+
 LENGTHS = "reasoning = {{ median = 1000, cap = 8000, {} }}"
 
 

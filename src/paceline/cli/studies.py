@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from paceline.errors import ConfigError, InvariantError, PacelineError
 from paceline.journal import read_journal
+from paceline.journal.files import file_numbers
 from paceline.sim.cells import Cell, check_engines, run_cell
 from paceline.sim.page import page
 from paceline.sim.requests import Record
@@ -57,6 +58,7 @@ def simulate(
         raise ConfigError(f"processes is {processes}: it takes at least 1, or None for one a core")
     study.check()
     check_engines(study)
+    _check_runs(study, folder or Path())
     section = study.study
     seeds = range(section.first_seed, section.first_seed + section.seeds)
     jobs = (
@@ -147,6 +149,15 @@ def _run(job: tuple[Any, ...]) -> Cell:
         return ((r.at, r.event, r.commands) for r in read_journal(run_dir(name, folder)))
 
     return run_cell(study, policy, workload, seed, journal)
+
+
+def _check_runs(study: StudyConfig, folder: Path) -> None:
+    """ConfigError when a directory that the study names holds no run."""
+    named = [env.journal for workload in study.workload for env in workload.env]
+    for name in dict.fromkeys(name for name in (study.engines.recorded, *named) if name is not None):
+        path = run_dir(name, folder)
+        if not file_numbers(path, "log"):
+            raise ConfigError(f"{path} holds no journal: give the directory of a run")
 
 
 def run_dir(name: str, folder: Path) -> Path:

@@ -257,6 +257,21 @@ class StudyConfig(FiniteSection):
         return self
 
     @model_validator(mode="after")
+    def _engines_as_recorded(self) -> StudyConfig:
+        section, fields = self.engines, EnginesSection.model_fields
+        given = [
+            key
+            for key in ("slow", "expert_parallel", "shared_kv_gb_s")
+            if getattr(section, key) != fields[key].default
+        ]
+        if section.recorded is not None and given:
+            raise ValueError(
+                "engines.recorded takes engines as a run had them, and what changes a model of them would be ignored: leave "
+                f"{', '.join(given)} out of [engines]"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _efficiency_can_be(self) -> StudyConfig:
         known_names = [n for n in Efficiency.__struct_fields__ if n != "all_reduce_s"]
         if unknown := sorted(set(self.efficiency) - set(known_names)):
