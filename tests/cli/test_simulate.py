@@ -254,7 +254,7 @@ def test_a_directory_without_a_run_is_the_users_to_change(
     assert "empty holds no journal: give the directory of a run" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("key", ["gpus = 2", "slow = 1.5", "expert_parallel = true", "shared_kv_gb_s = 40"])
+@pytest.mark.parametrize("key", ["slow = 1.5", "expert_parallel = true", "shared_kv_gb_s = 40"])
 def test_what_recorded_engines_would_ignore_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
 ) -> None:

@@ -114,3 +114,35 @@ def test_divided_rollouts_are_sampled_in_requests_that_give_way(tmp_path: Path) 
     assert {start.rollout.member for start in run.of(do.StartRollout)[:4]} == {0}  # probes come first
     assert max(turn.segments for rollout in run.ended.values() for turn in rollout.turns) > 2
     assert set(run.late) <= {0, 1}
+
+
+def test_unbiased_tail_goes_on_with_the_tokens_that_a_response_had(tmp_path: Path) -> None:
+    run = Run(
+        tmp_path,
+        scheduling__type="unbiased_tail",
+        scheduling__cutoff_tokens=8,
+        scheduling__late="resume",
+        algorithm__name="rloo",
+    )
+    # Nothing is sampled twice: what was put off goes on, and its first tokens are of the weights before.
+    assert run.places("deferred") == 0
+    mixed = [s for c in run.of(do.ShipBatch) for s in c.batch.samples if len(s.versions) > 1]
+    assert mixed
+    assert 0 < max(run.late) <= 32
+
+
+def test_tail_rounds_race_and_run_what_lost_in_a_round_of_its_own(tmp_path: Path) -> None:
+    run = Run(tmp_path, scheduling__type="tail_rounds")
+    puts = {put.number for put in run.of(do.PutOff)}
+    back = {start.put_off for start in run.of(do.StartRollout) if start.put_off}
+    assert back
+    assert back <= puts
+    assert set(run.late) == {0}
+
+
+def test_kv_area_samples_in_requests_of_a_chunk(tmp_path: Path) -> None:
+    run = Run(tmp_path, scheduling__type="kv_area", scheduling__chunk_tokens=4, admission__cap=6)
+    assert max(grant.max_tokens or 0 for grant in run.of(do.GrantTurn)) <= 4
+    assert max(turn.segments for rollout in run.ended.values() for turn in rollout.turns) > 2
+    assert run.of(do.NoteLengths)
+    assert set(run.late) <= {0, 1}

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.cli.options import positive
-from paceline.cli.studies import files_of, run_dir, simulate, write_study
+from paceline.cli.studies import check_run, files_of, run_dir, simulate, write_study
 from paceline.cli.what_if import records_of, study_of_run, workload_of_run
 from paceline.errors import ConfigError, printable
 from paceline.sim.calibrate import recorded_engines
@@ -119,6 +119,7 @@ def _study(args: argparse.Namespace) -> tuple[StudyConfig, Path]:
             study = study.model_copy(update={"engines": study.engines.model_copy(update=changes)})
         if args.recorded is not None:
             run = Path(args.recorded)
+            check_run(run)
             workload = workload_of_run(run, Recorded.of(records_of(run)))
             study = study.model_copy(update={"workload": (workload,)})
         return study, path.parent
@@ -127,6 +128,9 @@ def _study(args: argparse.Namespace) -> tuple[StudyConfig, Path]:
             "name a study file, paceline simulate STUDY.toml (examples/studies has some), or a recorded run, "
             "paceline simulate --from RUN"
         )
+    for named in (args.recorded, args.engines_from):
+        if named is not None:
+            check_run(Path(named))
     return study_of_run(Path(args.recorded), args.engines_from and Path(args.engines_from)), Path()
 
 
@@ -135,7 +139,9 @@ def _say_untold(study: StudyConfig, folder: Path, console: Console) -> None:
     recorded = study.engines.recorded
     if recorded is None:
         return
-    found = recorded_engines(records_of(run_dir(recorded, folder)), study.engines.max_batched_tokens)
+    run = run_dir(recorded, folder)
+    check_run(run)
+    found = recorded_engines(records_of(run), study.engines.max_batched_tokens)
     if untold := found.calibration.untold:
         console.print(
             f"not told what {', '.join(untold)} costs: the loads of {recorded} cannot tell it from the rest, and other loads may "

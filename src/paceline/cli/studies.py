@@ -155,9 +155,15 @@ def _check_runs(study: StudyConfig, folder: Path) -> None:
     """ConfigError when a directory that the study names holds no run."""
     named = [env.journal for workload in study.workload for env in workload.env]
     for name in dict.fromkeys(name for name in (study.engines.recorded, *named) if name is not None):
-        path = run_dir(name, folder)
-        if not file_numbers(path, "log"):
-            raise ConfigError(f"{path} holds no journal: give the directory of a run")
+        check_run(run_dir(name, folder))
+
+
+def check_run(path: Path) -> None:
+    """ConfigError when it is no directory of a run."""
+    if not path.is_dir():
+        raise ConfigError(f"no run at {str(path)!r}: give the directory of a run")
+    if not file_numbers(path, "log"):
+        raise ConfigError(f"{path} holds no journal: give the directory of a run")
 
 
 def run_dir(name: str, folder: Path) -> Path:
