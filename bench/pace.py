@@ -46,8 +46,7 @@ def above_work(
     cap = lengths.max()
     longest = lengths >= cap
     shares = (np.arange(1000) + 0.5) / 1000
-    held = prompts[longest].sum() + shares * cap * longest.sum()
-    """Tokens that the longest answers have in caches, as they grow."""
+    held = prompts[longest].sum() + shares * cap * longest.sum()  # tokens, as the longest answers grow
 
     def area_in(seconds: float) -> float:
         step_s = min(full_s, seconds / cap)

@@ -270,11 +270,9 @@ def tails(scenario: str, cells: Sequence[Cell], workload: str, papers: Mapping[s
     """Seconds of the last tenth of the rollouts, by those of the synchronous rollout without drafts."""
     rows = []
     for policy, paper in papers.items():
-        took = {(c.policy, c.seed): c.numbers["tail_s"] for c in cells}
-        found = [s / took["synchronous", seed] for (name, seed), s in took.items() if name == policy]
-        name = DIVIDED[policy]
-        check = f"{scenario} {name}, tail by that of the synchronous rollout"
-        rows.append(Row(check, f"{paper:.2f}", confidence(found), max(0.0, paper - 0.15), paper + 0.15))
+        found = ratio(cells, workload, "synchronous", "tail_s", policy)
+        check = f"{scenario} {DIVIDED[policy]}, tail by that of the synchronous rollout"
+        rows.append(Row(check, f"{paper:.2f}", found, max(0.0, paper - 0.15), paper + 0.15))
     return rows
 
 

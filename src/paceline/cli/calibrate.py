@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from paceline.cli.options import positive
+from paceline.cli.studies import records_of
 from paceline.errors import ConfigError
-from paceline.journal import read_journal
 from paceline.sim.calibrate import Calibration, calibrate
 from paceline.sim.recorded_world import RecordedWorld, recorded_world
 from paceline.sim.requests import Record
@@ -49,8 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _records(runs: Sequence[Path]) -> Iterator[Record]:
     for each in runs:
-        for record in read_journal(each):
-            yield record.at, record.event, record.commands
+        yield from records_of(each)
 
 
 def _show_engines(found: Calibration) -> None:

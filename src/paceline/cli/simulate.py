@@ -20,8 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.cli.options import positive
-from paceline.cli.studies import check_run, files_of, run_dir, simulate, write_study
-from paceline.cli.what_if import records_of, study_of_run, workload_of_run
+from paceline.cli.studies import check_run, files_of, records_of, run_dir, simulate, write_study
+from paceline.cli.what_if import study_of_run, workload_of_run
 from paceline.errors import ConfigError, printable
 from paceline.sim.calibrate import recorded_engines
 from paceline.sim.cells import Cell

@@ -146,7 +146,7 @@ def _run(job: tuple[Any, ...]) -> Cell:
     study, policy, workload, seed, folder = job
 
     def journal(name: str) -> Iterable[Record]:
-        return ((r.at, r.event, r.commands) for r in read_journal(run_dir(name, folder)))
+        return records_of(run_dir(name, folder))
 
     return run_cell(study, policy, workload, seed, journal)
 
@@ -164,6 +164,11 @@ def check_run(path: Path) -> None:
         raise ConfigError(f"no run at {str(path)!r}: give the directory of a run")
     if not file_numbers(path, "log"):
         raise ConfigError(f"{path} holds no journal: give the directory of a run")
+
+
+def records_of(run: Path) -> Iterator[Record]:
+    """What the journal of a run holds. WireError when there is none, or it is damaged."""
+    return ((record.at, record.event, record.commands) for record in read_journal(run))
 
 
 def run_dir(name: str, folder: Path) -> Path:

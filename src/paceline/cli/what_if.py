@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from paceline.cli.rundir import config_file
+from paceline.cli.studies import records_of
 from paceline.config import EmbeddedEngine, FixedAdmission, RunConfig, UnbiasedTailScheduling
 from paceline.config.load import load
 from paceline.domain import events as on
 from paceline.errors import ConfigError
-from paceline.journal import read_journal
 from paceline.sim.calibrate import recorded_engines
 from paceline.sim.recorded_world import recorded_world
-from paceline.sim.requests import Record
 from paceline.sim.study import SimEnv, StudyConfig, WorkloadSection
 from paceline.sim.workloads import Recorded
 
 AS_RECORDED = "as recorded"
 """Name of the policy that the run had."""
 _MOST_STEPS = 20
-
-
-def records_of(run: Path) -> Iterator[Record]:
-    """What the journal of a run holds. WireError when there is none, or it is damaged."""
-    return ((record.at, record.event, record.commands) for record in read_journal(run))
 
 
 def workload_of_run(run: Path, recorded: Recorded, config: RunConfig | None = None) -> WorkloadSection:

@@ -194,9 +194,10 @@ class _Draws:
         """When a rollout of a task was first started."""
         self._at: dict[tuple[GroupId, int], float] = {}
         self._unsettled: dict[tuple[GroupId, int], float] = {}
-        self._waiting: dict[int, float] = {}
-        """Number of what was put off and has not come again -> when its first rollout was drawn."""
-        self._again: dict[int, float] = {}
+        self._put_off: dict[int, float] = {}
+        """Number of what was put off -> when its first rollout was drawn."""
+        self._waiting: set[int] = set()
+        """Those that have not come again."""
 
     def start(self, at: float, command: do.StartRollout) -> None:
         task, rollout = command.task, command.rollout
@@ -206,14 +207,14 @@ class _Draws:
         self.drawn.setdefault(task, at)
         key = rollout.group, rollout.member
         if key not in self._at:
-            if command.put_off in self._waiting:
-                self._again[command.put_off] = self._waiting.pop(command.put_off)
-            self._at[key] = self._again.get(command.put_off, at)
+            self._waiting.discard(command.put_off)
+            self._at[key] = self._put_off.get(command.put_off, at)
         self._unsettled[key] = self._at[key]
 
     def put_off(self, at: float, command: do.PutOff) -> None:
         known = [self.at(rollout, at) for rollout in command.again]
-        self._waiting[command.number] = min(known, default=self.drawn.get(command.task, at))
+        self._put_off[command.number] = min(known, default=self.drawn.get(command.task, at))
+        self._waiting.add(command.number)
 
     def at(self, rollout: RolloutId, default: float) -> float:
         return self._at.get((rollout.group, rollout.member), default)
@@ -222,7 +223,7 @@ class _Draws:
         self._unsettled.pop((rollout.group, rollout.member), None)
 
     def settled_until(self, now: float) -> float:
-        return min(now, min(self._unsettled.values(), default=now), min(self._waiting.values(), default=now))
+        return min([now, *self._unsettled.values(), *(self._put_off[number] for number in self._waiting)])
 
 
 class Summary(msgspec.Struct, frozen=True):

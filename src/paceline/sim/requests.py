@@ -72,21 +72,15 @@ class _Group:
         """Tokens that one of them found in a prefix cache when it began."""
 
 
-class _Siblings:
-    """The members of a group that one engine serves under one policy version: its prefix cache holds their prompt once for all."""
-
-    def __init__(self, group: _Group) -> None:
-        self.group = group
-
-
 class _Call:
     """A request under way."""
 
-    def __init__(self, came: float, context: int, siblings: _Siblings, *, is_first: bool) -> None:
-        """`is_first`: of its rollout."""
+    def __init__(self, came: float, context: int, group: _Group, version: Version, *, is_first: bool) -> None:
+        """`version`: of the policy; what prefix caches hold is of one. `is_first`: of its rollout."""
         self.came = came
         self.context = context
-        self.siblings = siblings
+        self.group = group
+        self.version = version
         self.is_first = is_first
         self.ended: float | None = None
         self.sampled = 0
@@ -146,7 +140,6 @@ class _Seen:
         self._begun: set[RolloutId] = set()
         """Rollouts of which the next call is not the first."""
         self._groups: dict[GroupId, _Group] = {}
-        self._siblings: dict[tuple[GroupId, EngineId, Version], _Siblings] = {}
         self._last = 0.0
 
     def apply(self, at: float, event: Event, commands: Sequence[Command]) -> None:
@@ -169,13 +162,13 @@ class _Seen:
                 self._engine(command.engine).changes.append((at, False))
 
     def _begin(self, at: float, command: do.GrantTurn) -> None:
-        rollout, engine = command.rollout, command.engine
+        rollout = command.rollout
         group = self._groups.setdefault(rollout.group, _Group())
-        siblings = self._siblings.setdefault((rollout.group, engine, command.version), _Siblings(group))
         is_first = rollout not in self._begun
         self._begun.add(rollout)
-        call = self._open[rollout] = _Call(at, self._asked.get(rollout, 0), siblings, is_first=is_first)
-        self._engine(engine).calls.append(call)
+        call = _Call(at, self._asked.get(rollout, 0), group, command.version, is_first=is_first)
+        self._open[rollout] = call
+        self._engine(command.engine).calls.append(call)
 
     def _segment_ended(self, at: float, event: on.SegmentEnded) -> None:
         call = self._open.pop(event.rollout, None)
@@ -187,8 +180,7 @@ class _Seen:
         if call.is_whole:
             call.missed = max(0, call.context - event.cached_tokens)
             if call.is_first:
-                group = call.siblings.group
-                group.prompt = max(group.prompt, call.context - call.missed)
+                call.group.prompt = max(call.group.prompt, call.context - call.missed)
 
     def _engine(self, name: EngineId) -> _Life:
         life = self._engines.get(name)
@@ -202,7 +194,7 @@ class _Seen:
         for call in self._open.values():
             call.ended = self._last
         self._engines, self._asked, self._open, self._last = {}, {}, {}, 0.0
-        self._begun, self._groups, self._siblings = set(), {}, {}
+        self._begun, self._groups = set(), {}
 
 
 _ENDS, _COMES, _ENTERS = 0, 1, 2
@@ -304,7 +296,7 @@ class _Sums:
         paces = [call.pace for call in running if call.pace]
         pace = fsum(paces) / len(paces) if paces else 0.0
         sequences = readers = context = longest = again = 0.0
-        met: set[_Siblings] = set()
+        met: set[tuple[_Group, Version]] = set()
         for call in running:
             # What is never told of the last ones: they are taken to be as fast as the others.
             now = call.context + (call.rate or pace) * (middle - call.came)
@@ -313,10 +305,10 @@ class _Sums:
             context += call.read * now
             if now > longest:
                 longest = now
-            siblings = call.siblings
-            if siblings.group.prompt:
+            if call.group.prompt:  # in the cache of this engine once for all members under one version
+                siblings = call.group, call.version
                 if siblings in met:
-                    again += call.read * siblings.group.prompt
+                    again += call.read * call.group.prompt
                 else:
                     met.add(siblings)
         steps = pace * seconds

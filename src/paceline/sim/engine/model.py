@@ -41,6 +41,7 @@ class EngineModel:
         self._blocks = max(1, speed.kv_tokens // speed.block)
         self._drafter = None if speed.speculation is None else Drafter(speed.speculation, speed)
         self._spares = 0.0 if speed.pads else 1.0 - speed.kv_again
+        """Share of its cost that a token of context spares which another call of the step has read; then readers are counted."""
         self._reset()
 
     def _reset(self) -> None:
@@ -72,7 +73,7 @@ class EngineModel:
         self._context = 0
         """Their contexts, in tokens."""
         self._readers: dict[Hashable, int] = {}
-        """How many of them have each shared segment, where it matters."""
+        """How many of them have each shared segment."""
         self._again = 0
         """Tokens of their contexts that another of them has as well, each but once: the same blocks."""
         self._decode_blocks = 0
