@@ -26,7 +26,8 @@ from paceline.config.load import load
 from paceline.config.toml import toml_key, toml_value
 from paceline.journal import read_journal
 from paceline.sim.cells import run_cell
-from paceline.sim.metrics import Measure, summarize
+from paceline.sim.measure import Measure
+from paceline.sim.metrics import summarize
 from paceline.sim.recorded_world import recorded_world
 from paceline.sim.requests import Record
 from paceline.sim.study import StudyConfig

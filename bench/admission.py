@@ -12,11 +12,11 @@ without `modelled_` are those of a real engine: `bench/vllm_admission.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.core.admission import AdaptiveCap, Admission, FixedCap, PredictiveCap
+from paceline.sim.metrics import ramp_s
 from paceline.testing.closed_loop import ClosedLoop, swe_small
 
 SECONDS, RAMP_S, SEEDS = 7200.0, 600.0, (11, 12)
@@ -56,33 +56,8 @@ def measure(job: Job) -> dict[str, float]:
         "hits": (after[-1].hits - after[0].hits) / asked,
         "parked": len(trace.parked),
         "wasted": trace.wasted_tokens / max(1, sampled),
-        "ramp_s": ramp_s(trace.samples),
+        "ramp_s": ramp_s([s.at for s in trace.samples], [s.sampled for s in trace.samples], RAMP_S),
     }
-
-
-class Looked(Protocol):
-    """What was seen of an engine at one moment."""
-
-    @property
-    def at(self) -> float: ...
-    @property
-    def sampled(self) -> int:
-        """Tokens so far."""
-        ...
-
-
-def ramp_s(looks: Sequence[Looked], over_s: float = 30.0) -> float:
-    """Seconds until the engine had sampled, over the last half minute, at nine tenths of its later rate. `looks` are even.
-
-    Not until as many rollouts ran as later: young contexts are light, and fewer of them or more may fill the engine.
-    """
-    first = next(look for look in looks if look.at >= RAMP_S)
-    level = 0.9 * (looks[-1].sampled - first.sampled) / (looks[-1].at - first.at)
-    steps = round(over_s / (looks[1].at - looks[0].at))
-    for before, now in zip(looks, looks[steps:], strict=False):
-        if now.sampled - before.sampled >= level * (now.at - before.at):
-            return now.at
-    return looks[-1].at
 
 
 def table(waits: tuple[float, ...]) -> dict[float, dict[str, dict[str, float]]]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from bench._clairvoyant import ScheduledCap
 from bench._concur import ConcurCap
 from bench._programs import ProgramCap
-from bench.admission import RAMP_S, SWEEP, ramp_s
+from bench.admission import RAMP_S, SWEEP
 from paceline.core.admission import Admission
 from paceline.sim.cells import run_cell
 from paceline.sim.study import StudyConfig, load_study
@@ -95,7 +95,7 @@ def measure(job: Job) -> Seen:
     study = study_of(job)
     cell = run_cell(study, study.policy[0], study.workload[0], job.seed, admission=baseline(job))
     numbers = cell.numbers
-    return Seen(numbers["ended_per_s"], numbers["lost_share"], ramp_s(cell.points))
+    return Seen(numbers["ended_per_s"], numbers["lost_share"], numbers["ramp_s"])
 
 
 def run(jobs: Sequence[Job], processes: int) -> dict[Job, Seen]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import msgspec
 import numpy as np
 import pytest
 from sim_kit import simulation
@@ -12,14 +15,19 @@ from paceline.domain.commands import StartRollout
 from paceline.domain.ids import RolloutId
 from paceline.domain.task import TaskRef
 from paceline.errors import ConfigError
-from paceline.sim.bound import lower_bound, tail_probability
+from paceline.sim.bound import Bound, lower_bound, tail_probability
 from paceline.sim.cells import Drawn
-from paceline.sim.engine import Speed
+from paceline.sim.engine import Call, EngineModel, Speed
+from paceline.sim.engine.endpoint import drive
+from paceline.sim.measure import Measure, StepSeen
 from paceline.sim.metrics import (
-    Measure,
+    Summary,
     confidence,
     counted_steps,
+    engine_use,
+    gaps,
     length_bias,
+    length_biases,
     ramp_s,
     summarize,
     tail_s,
@@ -91,8 +99,107 @@ def test_length_bias_is_nought_for_the_same_lengths_and_shows_what_is_missing() 
     assert raced.ks == pytest.approx(0.1)
 
 
-def test_a_ramp_ends_where_the_later_level_is_first_reached() -> None:
-    assert ramp_s([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [0.0, 50.0, 96.0, 100.0, 100.0, 100.0]) == 2.0
+def test_a_ramp_ends_where_tokens_come_at_the_later_rate() -> None:
+    times = [30.0 * n for n in range(21)]
+    rates = [0, 10, 50, 89, 95, *[100] * 16]
+    tokens = np.cumsum(30.0 * np.array(rates)).tolist()
+    assert ramp_s(times, tokens, 300.0) == 120.0
+    assert ramp_s(times, tokens, 300.0, share=0.85) == 90.0
+    # Over two minutes the slow beginning weighs on.
+    assert ramp_s(times, tokens, 300.0, over_s=120.0) == 180.0
+
+
+def test_a_ramp_of_a_run_that_never_settles_takes_all_of_it() -> None:
+    times = [0.0, 30.0, 60.0, 90.0]
+    assert ramp_s(times, [0.0, 0.0, 0.0, 0.0], 600.0) == 30.0  # nothing is nine tenths of nothing
+    assert ramp_s([0.0], [0.0], 600.0) == 0.0
+    # All that comes, comes in the last look: no earlier stretch has its rate.
+    assert ramp_s(times, [0.0, 0.0, 0.0, 900.0], 600.0) == 90.0
+
+
+def seen_step(
+    *,
+    lengths: Sequence[int],
+    drawn: Sequence[float],
+    envs: Sequence[str] = (),
+    until: float = 100.0,
+    began: float = 0.0,
+) -> StepSeen:
+    count = len(lengths)
+    return StepSeen(
+        step=1, began=began, cut=until, tokens=sum(lengths), signal_tokens=0, lengths=list(lengths), ends=[until] * count,
+        staleness=[0] * count, versions=[1] * count, envs=list(envs or ["env"] * count), drawn=list(drawn), tasks=set(),
+        settled_until=until, trained=until,
+    )  # fmt: skip
+
+
+def test_lengths_are_compared_by_environment_and_by_what_is_settled() -> None:
+    steps = [
+        seen_step(lengths=[100, 300, 7], drawn=[1.0, 2.0, 3.0], envs=["a", "a", "b"]),
+        # Drawn before these steps, and after the moment by which all is settled: neither has its like among `drawn`.
+        seen_step(lengths=[9000, 9000, 9], drawn=[-1.0, 60.0, 4.0], envs=["a", "a", "b"], until=50.0),
+    ]
+    found = length_biases(steps, {"a": [100, 300, 800], "b": [7, 9], "c": []})
+    assert set(found) == {"a", "b"}
+    count, bias = found["a"]
+    assert (count, bias.mean) == (2, pytest.approx(200 / 400 - 1))
+    assert found["b"] == (2, length_bias([7, 9], [7, 9]))
+
+
+def test_gaps_are_to_the_work_of_one_step_and_to_the_trainer() -> None:
+    summary = Summary(
+        steps=4, seconds=200.0, goodput=1.0, signal_goodput=1.0, step_s=50.0, rollout_s=30.0, train_s=15.0, tail_s=1.0,
+        mean_length=1.0, staleness_mean=0.0, staleness_max=0, versions_max=1, mixed_share=0.0, group_s=1.0, gate_s=0.0,
+        wasted_share=0.0,
+    )  # fmt: skip
+    bound = Bound(work_s=80.0, path_s=60.0, even_s=90.0)  # of all four steps
+    apart = gaps(summary, bound, share=0.25, overlapped=False)
+    assert (apart.bound_s, apart.rollout, apart.step, apart.even) == (
+        20.0,
+        0.5,
+        pytest.approx(50 / 35 - 1),
+        None,
+    )
+    assert gaps(summary, bound, share=0.25, overlapped=True).step == pytest.approx(50 / 20 - 1)
+    longer = msgspec.structs.replace(summary, train_s=40.0)
+    assert gaps(longer, bound, share=0.25, overlapped=True).step == pytest.approx(50 / 40 - 1)
+    one = msgspec.structs.replace(summary, steps=1, rollout_s=99.0)
+    assert gaps(one, bound, share=1.0, overlapped=False).even == pytest.approx(0.1)
+
+
+def test_the_use_of_engines_adds_up() -> None:
+    """One engine works alone for its one call, and one stands still."""
+    busy, still = EngineModel(EVEN), EngineModel(EVEN)
+    busy.submit(Call("a", 64, 100), 0.0)
+    drive(busy)
+    took = busy.busy_until(1e9)[0]
+    use = engine_use([busy, still], 2 * took)
+    assert took == pytest.approx(1.0, rel=0.05)
+    assert use.idle == pytest.approx(0.75)
+    # It holds 4 blocks of 16 tokens at first and 11 at last: 7 or 8 on average, half of the time, on one of two engines.
+    blocks = EVEN.kv_tokens // EVEN.block
+    assert 7 / 4 <= use.kv_use * blocks <= 8 / 4
+    assert (use.generated, use.preemptions, use.recomputed, use.prefix_hits) == (100, 0, 0, 0.0)
+    assert use.tokens_per_pass is None
+
+
+def test_the_use_of_engines_knows_what_was_found_cached_and_what_was_computed_twice() -> None:
+    engine = EngineModel(msgspec.structs.replace(EVEN, kv_tokens=16 * 20))
+    engine.submit(Call("first", 160, 8, chain=(("group", 9),)), 0.0)
+    drive(engine)
+    engine.submit(Call("second", 160, 8, chain=(("group", 9),)), 100.0)
+    drive(engine)
+    use = engine_use([engine], 200.0)
+    assert 0.4 < use.prefix_hits < 0.5  # all but the last block of the second, of two prompts
+    assert use.preemptions == 0
+    for key in "ab":
+        engine.submit(Call(key, 100, 150), 200.0)
+    drive(engine)
+    use = engine_use([engine], 300.0)
+    assert use.preemptions >= 1
+    assert (
+        0 < use.recomputed <= 160
+    )  # what of its context the other one had not yet pushed out, it finds again
 
 
 def test_an_interval_is_that_of_student() -> None:

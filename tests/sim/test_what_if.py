@@ -20,7 +20,8 @@ from paceline.journal import FileJournal
 from paceline.sim.calibrate import Calibration, recorded_engines
 from paceline.sim.cells import build
 from paceline.sim.engine import Speed
-from paceline.sim.metrics import Measure, summarize
+from paceline.sim.measure import Measure
+from paceline.sim.metrics import summarize
 from paceline.sim.study import SimEnv, StudyConfig
 from paceline.sim.workloads import Recorded, RolloutPlan
 

@@ -40,9 +40,11 @@ class Bound(msgspec.Struct, frozen=True):
     def seconds(self) -> float:
         return max(self.work_s, self.path_s)
 
-    def step_s(self, train_s: float, *, overlapped: bool) -> float:
-        """Seconds of a training step that takes `train_s`: beside the rollouts, or after them on the same GPUs."""
-        return max(self.work_s, train_s) if overlapped else self.seconds + train_s
+    def step_s(self, train_s: float, *, share: float = 1.0, overlapped: bool) -> float:
+        """Seconds of a training step at best, which rolls out a `share` of these rollouts and trains for `train_s`: beside the rollouts,
+        or after them. The longest of all may be in another step, so it is of work alone."""
+        work_s = share * self.work_s
+        return max(work_s, train_s) if overlapped else work_s + train_s
 
 
 def lower_bound(

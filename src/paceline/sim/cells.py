@@ -23,13 +23,14 @@ from paceline.errors import ConfigError
 from paceline.sim.bound import lower_bound
 from paceline.sim.calibrate import RecordedEngines, recorded_engines
 from paceline.sim.engine import Endpoint, EngineModel, RankedEngine, SplitEngine
+from paceline.sim.measure import Measure
 from paceline.sim.metrics import (
     LengthBias,
-    Measure,
-    StepSeen,
     confidence,
     counted_steps,
-    length_bias,
+    engine_use,
+    gaps,
+    length_biases,
     ramp_s,
     summarize,
     unvisited_share,
@@ -211,7 +212,7 @@ def run_cell(
     numbers["cpu_s"] = cpu_s
     points = tuple(timeline.points) if timeline else ()
     if points:
-        numbers["ramp_s"] = ramp_s([p.at for p in points], [float(p.in_flight) for p in points])
+        numbers["ramp_s"] = ramp_s([p.at for p in points], [p.sampled for p in points], section.skip_seconds)
     ends = [seen.trained for seen in measure.steps if seen.trained is not None]
     gaps = [b - a for a, b in zip([0.0, *ends], ends, strict=False)][section.skip_steps :]
     return Cell(policy.name, workload.name, seed, numbers, points, tuple(gaps))
@@ -235,27 +236,22 @@ def _numbers(
     measure: Measure,
     before: _Before,
 ) -> dict[str, float]:
-    now = simulation.now
-    engines = list(simulation.engines.values())
-    totals = [engine.totals for engine in engines]
-    busy = [engine.busy_until(now) for engine in engines]
-    wall = max(1e-9, now * len(engines))
-    blocks = engines[0].speed.kv_tokens // engines[0].speed.block
-    generated = sum(t.generated for t in totals)
+    now, engines = simulation.now, list(simulation.engines.values())
+    use = engine_use(engines, now)
     numbers: dict[str, float] = {
         "seconds": now,
         "rollouts": float(sum(measure.ended.values())),
-        "sampled_per_s": generated / max(1e-9, now),
+        "sampled_per_s": use.generated / max(1e-9, now),
         "ended_per_s": (sum(measure.drawn_lengths) - before.sampled) / max(1e-9, now - before.at),
-        "idle": 1.0 - sum(b for b, _ in busy) / wall,
-        "kv_use": sum(area for _, area in busy) / (wall * blocks),
-        "preemptions": float(sum(t.preemptions for t in totals)),
-        "recomputed_share": sum(t.recomputed for t in totals) / max(1, generated),
-        "prefix_hits": sum(t.hits for t in totals) / max(1, sum(t.queries for t in totals)),
+        "idle": use.idle,
+        "kv_use": use.kv_use,
+        "preemptions": float(use.preemptions),
+        "recomputed_share": use.recomputed / max(1, use.generated),
+        "prefix_hits": use.prefix_hits,
         "lost_share": sum(measure.lost_tokens.values()) / max(1, measure.sampled),
     }
-    if any(engine.speed.speculation is not None for engine in engines):
-        numbers["tokens_per_pass"] = sum(t.steps for t in totals) / max(1.0, sum(t.passes for t in totals))
+    if use.tokens_per_pass is not None:
+        numbers["tokens_per_pass"] = use.tokens_per_pass
     summary = summarize(measure, study.study.skip_steps)
     if summary is None:
         return numbers
@@ -264,65 +260,41 @@ def _numbers(
     trained = sum(len(seen.lengths) for seen in counted)
     numbers["s_per_1024"] = summary.seconds / max(1, trained) * 1024
     numbers["rollout_s_per_1024"] = summary.rollout_s * summary.steps / max(1, trained) * 1024
-    numbers["recomputed_by_trained"] = sum(t.recomputed for t in totals) / max(1, measure.trained_tokens)
+    numbers["recomputed_by_trained"] = use.recomputed / max(1, measure.trained_tokens)
     numbers["unvisited_share"] = unvisited_share(measure, counted)
     drawn = {
         env: each.between(counted[0].began, counted[-1].settled_until)
         for env, each in simulation.workloads.items()
         if isinstance(each, Drawn)
     }
-    numbers |= _length_biases(counted, drawn)
-    plans = [plan for each in drawn.values() for plan in each]
-    if plans:
-        single = [plan for plan in plans if len(plan.turns) == 1]
-        # The bound is of engines that do their own prefill, and sample a token a sequence and step.
-        plain = all(isinstance(e, EngineModel) and e.speed.speculation is None for e in engines)
-        train = simulation.core.setup.train
-        if plain and len(single) == len(plans) and len(train) == 1:
-            per_step = trained / summary.steps
-            bound = lower_bound(
-                [plan.prompt for plan in plans],
-                [plan.sampled for plan in plans],
-                engines[0].speed,
-                len(engines),
-                group_size=train[0].group_size,
-            )
-            # Of as many rollouts as a step trains; the longest of them is a matter of that step.
-            work_s = bound.work_s * per_step / len(plans)
-            numbers["bound_s"] = work_s
-            numbers["gap"] = summary.rollout_s / work_s - 1.0
-            if summary.steps == 1:
-                numbers["even_gap"] = summary.rollout_s / bound.even_s - 1.0
-    return numbers
-
-
-def _length_biases(
-    counted: Sequence[StepSeen], drawn: Mapping[EnvName, Sequence[RolloutPlan]]
-) -> dict[str, float]:
-    """Of each environment, whose lengths are its own, and of the mean of them by what was trained."""
-    since, until = counted[0].began, counted[-1].settled_until
-    numbers: dict[str, float] = {}
-    found: list[tuple[int, LengthBias]] = []
-    for env, plans in drawn.items():
-        trained = [
-            length
-            for seen in counted
-            for length, of, at in zip(seen.lengths, seen.envs, seen.drawn, strict=True)
-            if of == env and since <= at < until
-        ]
-        if not plans or not trained:
-            continue
-        lengths = [plan.sampled for plan in plans]
-        bias = length_bias(trained, lengths, cap=max(lengths))
-        found.append((len(trained), bias))
-        if len(drawn) > 1:
-            numbers[f"length_mean/{env}"] = bias.mean
-    if found:
-        weights = [count for count, _ in found]
+    biases = length_biases(counted, {env: [plan.sampled for plan in plans] for env, plans in drawn.items()})
+    if len(drawn) > 1:
+        numbers |= {f"length_mean/{env}": bias.mean for env, (_, bias) in biases.items()}
+    if biases:
+        weights = [count for count, _ in biases.values()]
         for name in LengthBias.__struct_fields__:
-            values = [getattr(bias, name) for _, bias in found]
+            values = [getattr(bias, name) for _, bias in biases.values()]
             numbers[f"length_{name}"] = float(np.average(values, weights=weights))
+    setup = simulation.core.setup
+    plans = [plan for each in drawn.values() for plan in each]
+    if plans and len(setup.train) == 1 and all(len(plan.turns) == 1 for plan in plans) and _is_plain(engines):
+        bound = lower_bound(
+            [plan.prompt for plan in plans],
+            [plan.sampled for plan in plans],
+            engines[0].speed,
+            len(engines),
+            group_size=setup.train[0].group_size,
+        )
+        found = gaps(summary, bound, share=trained / summary.steps / len(plans), overlapped=setup.lag > 0)
+        numbers |= {"bound_s": found.bound_s, "gap": found.rollout, "step_gap": found.step}
+        if found.even is not None:
+            numbers["even_gap"] = found.even
     return numbers
+
+
+def _is_plain(engines: Sequence[Endpoint]) -> bool:
+    """Whether they are such as the bound knows: they do their own prefill, and sample a token a sequence and step."""
+    return all(isinstance(engine, EngineModel) and engine.speed.speculation is None for engine in engines)
 
 
 class Drawn:

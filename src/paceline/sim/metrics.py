@@ -1,229 +1,23 @@
-"""What a run is worth: a fold over events and commands, simulated or recorded.
+"""What a run is worth: numbers of what a `Measure` saw, and of the engines.
 
-Where a batch's numbers are concerned, a batch counts when the trainer has taken its step. Lengths are sampled tokens.
+A batch counts when the trainer has taken its step. Lengths are sampled tokens. A run that is measured by several seeds has a
+`confidence` interval.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.staleness import staleness
-from paceline.domain import commands as do
-from paceline.domain import events as on
-from paceline.domain.commands import Command
-from paceline.domain.events import Event
-from paceline.domain.ids import EnvName, GroupId, RolloutId
-from paceline.domain.task import TaskRef
+from paceline.domain.ids import EnvName
+from paceline.sim.bound import Bound
+from paceline.sim.engine import Endpoint
+from paceline.sim.measure import Measure, StepSeen
 
 Lengths = NDArray[np.int64]
-
-
-class StepSeen(msgspec.Struct):
-    """One batch."""
-
-    step: int
-    began: float
-    """When the first rollout was started after the batch before it was cut."""
-    cut: float
-    tokens: int
-    """Sampled tokens in it."""
-    signal_tokens: int
-    """Of them, those of rollouts with an advantage."""
-    lengths: list[int]
-    ends: list[float]
-    """When its rollouts ended."""
-    staleness: list[int]
-    """Of each rollout, from its oldest token."""
-    versions: list[int]
-    """Of each rollout: how many sampled it."""
-    envs: list[EnvName]
-    drawn: list[float]
-    """When each rollout was first started; one that was put off and comes again was drawn when it was started first."""
-    tasks: set[TaskRef]
-    settled_until: float = 0.0
-    """What was drawn before had trained, or was lost, by the cut; something that was drawn then had not."""
-    put_off: int = 0
-    """Rollouts that were put off, and had not been started again when it was cut."""
-    trained: float | None = None
-    """When the trainer had taken the step."""
-
-
-class Measure:
-    """Folds decisions into steps and sums."""
-
-    def __init__(self) -> None:
-        self.steps: list[StepSeen] = []
-        self.ended: dict[str, int] = {}
-        """Rollouts by ending and cause."""
-        self.sampled = 0
-        """Tokens sampled by rollouts that have ended."""
-        self.lost_tokens: dict[str, int] = {}
-        """Tokens of rollouts that did not train, by fate."""
-        self.latencies: list[float] = []
-        """Seconds from the first start of a group to its last end."""
-        self.waits: list[float] = []
-        """Seconds rollouts waited at the turn gate."""
-        self.drawn_lengths: list[int] = []
-        """Of every rollout that ended by itself."""
-        self.turns = 0
-        self._lengths: dict[RolloutId, tuple[int, float, int]] = {}
-        self._groups: dict[GroupId, tuple[float, float]] = {}
-        self._began: float | None = None
-        self._put_off = 0
-        self._draws = _Draws()
-        self.trained_tokens = 0
-        """Sampled tokens of all batches."""
-
-    def apply(self, at: float, event: Event, commands: Sequence[Command]) -> None:
-        if isinstance(event, on.RolloutEnded):
-            self._rollout_ended(at, event)
-        elif isinstance(event, on.GroupProcessed):
-            self._group_processed(event)
-        elif isinstance(event, on.StepTrained):
-            for seen in reversed(self.steps):
-                if seen.step == event.step:
-                    seen.trained = at
-        for command in commands:
-            if isinstance(command, do.StartRollout):
-                self._draws.start(at, command)
-                if self._began is None:
-                    self._began = at
-                self._groups.setdefault(command.rollout.group, (at, at))
-                self._put_off -= command.put_off > 0 and not command.rollout.attempt
-            elif isinstance(command, do.PutOff):
-                self._put_off += command.size
-                self._draws.put_off(at, command)
-            elif isinstance(command, do.ShipBatch):
-                self._ship(at, command.batch)
-            elif isinstance(command, do.NoteStale) and command.action == "dropped":
-                self._throw_away("stale", command)
-            elif isinstance(command, do.NoteDiscarded):
-                self._throw_away("discarded", command)
-
-    def _rollout_ended(self, at: float, event: on.RolloutEnded) -> None:
-        rollout = event.rollout
-        outcome = rollout.outcome
-        name = outcome.ending if outcome.cause is None else f"{outcome.ending} ({outcome.cause})"
-        self.ended[name] = self.ended.get(name, 0) + 1
-        tokens = rollout.sampled_tokens
-        self.sampled += tokens
-        self.turns += len(rollout.turns)
-        if rollout.task.split == "eval":
-            return
-        if outcome.ending not in ("completed", "truncated"):
-            self._draws.settle(rollout.id)  # until it is tried again
-        self.waits.append(rollout.gate_s)
-        versions = {version for turn in rollout.turns for version, _ in turn.versions}
-        self._lengths[rollout.id] = tokens, at, len(versions)
-        if outcome.ending in ("completed", "truncated"):
-            self.drawn_lengths.append(tokens)
-        first, _ = self._groups.get(rollout.id.group, (rollout.started, at))
-        self._groups[rollout.id.group] = first, at
-
-    def _group_processed(self, event: on.GroupProcessed) -> None:
-        result = event.result
-        times = self._groups.pop(result.group, None)
-        if times is not None:
-            self.latencies.append(times[1] - times[0])
-        for verdict in result.verdicts:
-            if verdict.fate != "queued":
-                self._draws.settle(verdict.rollout)
-                known = self._lengths.pop(verdict.rollout, None)
-                if known is not None:
-                    self._lose(verdict.fate, known[0])
-
-    def _throw_away(self, fate: str, command: do.NoteStale | do.NoteDiscarded) -> None:
-        self._lose(fate, command.tokens)
-        self._lengths.pop(command.rollout, None)
-        self._draws.settle(command.rollout)
-
-    @property
-    def drawn_tasks(self) -> Mapping[TaskRef, float]:
-        """When a rollout of each task was first started."""
-        return self._draws.drawn
-
-    def _lose(self, fate: str, tokens: int) -> None:
-        self.lost_tokens[fate] = self.lost_tokens.get(fate, 0) + tokens
-
-    def _ship(self, at: float, batch: Any) -> None:
-        began = at if self._began is None else self._began
-        seen = StepSeen(batch.step, began, at, 0, 0, [], [], [], [], [], [], set())
-        seen.put_off = self._put_off
-        self._began = None
-        for sample in batch.samples:
-            tokens = sample.trainable_tokens
-            seen.tokens += tokens
-            advantage = sample.advantage
-            if advantage if isinstance(advantage, float) else np.any(advantage):
-                seen.signal_tokens += tokens
-        oldest: dict[RolloutId, int] = {}
-        envs: dict[RolloutId, EnvName] = {}
-        for sample in batch.samples:
-            envs[sample.rollout] = sample.env
-            version = sample.oldest_version
-            oldest[sample.rollout] = min(version, oldest.get(sample.rollout, version))
-        for rollout in batch.rollouts:
-            length, ended, versions = self._lengths.pop(rollout, (0, at, 1))
-            seen.lengths.append(length)
-            seen.ends.append(ended)
-            seen.versions.append(versions)
-            seen.staleness.append(staleness(oldest[rollout], batch.step))
-            seen.envs.append(envs[rollout])
-            seen.drawn.append(self._draws.at(rollout, at))
-            self._draws.settle(rollout)
-            task = self._draws.tasks.get(rollout.group)
-            if task is not None:
-                seen.tasks.add(task)
-        seen.settled_until = self._draws.settled_until(at)
-        self.trained_tokens += seen.tokens
-        self.steps.append(seen)
-
-
-class _Draws:
-    """When rollouts were drawn, and which of them are still to be settled: trained, or lost. A retry, and a response that was put off
-    and comes again, are the rollout that was drawn."""
-
-    def __init__(self) -> None:
-        self.tasks: dict[GroupId, TaskRef] = {}
-        self.drawn: dict[TaskRef, float] = {}
-        """When a rollout of a task was first started."""
-        self._at: dict[tuple[GroupId, int], float] = {}
-        self._unsettled: dict[tuple[GroupId, int], float] = {}
-        self._put_off: dict[int, float] = {}
-        """Number of what was put off -> when its first rollout was drawn."""
-        self._waiting: set[int] = set()
-        """Those that have not come again."""
-
-    def start(self, at: float, command: do.StartRollout) -> None:
-        task, rollout = command.task, command.rollout
-        if task.split != "train":
-            return
-        self.tasks[rollout.group] = task
-        self.drawn.setdefault(task, at)
-        key = rollout.group, rollout.member
-        if key not in self._at:
-            self._waiting.discard(command.put_off)
-            self._at[key] = self._put_off.get(command.put_off, at)
-        self._unsettled[key] = self._at[key]
-
-    def put_off(self, at: float, command: do.PutOff) -> None:
-        known = [self.at(rollout, at) for rollout in command.again]
-        self._put_off[command.number] = min(known, default=self.drawn.get(command.task, at))
-        self._waiting.add(command.number)
-
-    def at(self, rollout: RolloutId, default: float) -> float:
-        return self._at.get((rollout.group, rollout.member), default)
-
-    def settle(self, rollout: RolloutId) -> None:
-        self._unsettled.pop((rollout.group, rollout.member), None)
-
-    def settled_until(self, now: float) -> float:
-        return min([now, *self._unsettled.values(), *(self._put_off[number] for number in self._waiting)])
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -240,6 +34,8 @@ class Summary(msgspec.Struct, frozen=True):
     """Seconds from step to step."""
     rollout_s: float
     """Mean seconds from a batch's first start to its cut."""
+    train_s: float
+    """Mean seconds of the trainer for a batch, as it says itself."""
     tail_s: float
     """Mean seconds of the last tenth of a batch's rollouts, by when they ended."""
     mean_length: float
@@ -290,6 +86,7 @@ def summarize(measure: Measure, skip: int = 0) -> Summary | None:
         signal_goodput=sum(seen.signal_tokens for seen in counted) / seconds,
         step_s=seconds / len(counted),
         rollout_s=float(np.mean([seen.cut - seen.began for seen in counted])),
+        train_s=float(np.mean([seen.train_s for seen in counted])),
         tail_s=float(np.mean([tail_s(seen.ends) for seen in counted])),
         mean_length=float(np.mean(lengths)),
         staleness_mean=float(np.mean(stale)),
@@ -308,6 +105,14 @@ def tail_s(ends: Sequence[float]) -> float:
     return ordered[-1] - ordered[max(0, -(-9 * len(ordered) // 10) - 1)]
 
 
+def unvisited_share(measure: Measure, counted: Sequence[StepSeen]) -> float:
+    """Share of the tasks that were drawn in these steps of which no rollout was trained. Of what is settled by the end of them."""
+    since, until = counted[0].began, counted[-1].settled_until
+    drawn = {task for task, at in measure.drawn_tasks.items() if since <= at < until}
+    trained = {task for seen in measure.steps if seen.step <= counted[-1].step for task in seen.tasks}
+    return len(drawn - trained) / len(drawn) if drawn else 0.0
+
+
 class LengthBias(msgspec.Struct, frozen=True):
     """Lengths that were trained, against those that the policy draws."""
 
@@ -318,14 +123,6 @@ class LengthBias(msgspec.Struct, frozen=True):
     cap_share_drawn: float
     ks: float
     """Largest distance of the two distribution functions (Kolmogorov and Smirnov)."""
-
-
-def unvisited_share(measure: Measure, counted: Sequence[StepSeen]) -> float:
-    """Share of the tasks that were drawn in these steps of which no rollout was trained. Of what is settled by the end of them."""
-    since, until = counted[0].began, counted[-1].settled_until
-    drawn = {task for task, at in measure.drawn_tasks.items() if since <= at < until}
-    trained = {task for seen in measure.steps if seen.step <= counted[-1].step for task in seen.tasks}
-    return len(drawn - trained) / len(drawn) if drawn else 0.0
 
 
 def length_bias(
@@ -346,12 +143,106 @@ def length_bias(
     )
 
 
-def ramp_s(times: Sequence[float], values: Sequence[float], share: float = 0.95) -> float:
-    """Seconds until a series first reaches `share` of its mean over its later half."""
-    later = float(np.mean(values[len(values) // 2 :]))
-    for at, value in zip(times, values, strict=True):
-        if value >= share * later:
-            return at - times[0]
+def length_biases(
+    counted: Sequence[StepSeen], drawn: Mapping[EnvName, Sequence[int] | Lengths]
+) -> dict[EnvName, tuple[int, LengthBias]]:
+    """Of each environment that trained, whose lengths are its own: how many of its rollouts, and their bias. `drawn` has lengths of what
+    these steps drew, up to the moment by which all is settled (`StepSeen.settled_until` of the last); only these are compared."""
+    since, until = counted[0].began, counted[-1].settled_until
+    trained: dict[EnvName, list[int]] = {}
+    for seen in counted:
+        for length, env, at in zip(seen.lengths, seen.envs, seen.drawn, strict=True):
+            if since <= at < until:
+                trained.setdefault(env, []).append(length)
+    return {
+        env: (len(trained[env]), length_bias(trained[env], lengths))
+        for env, lengths in drawn.items()
+        if len(lengths) and env in trained
+    }
+
+
+class Gaps(msgspec.Struct, frozen=True):
+    """By how much more than the lower bound a run took, as a share of it."""
+
+    bound_s: float
+    """The work bound of as many rollouts as a step trains."""
+    rollout: float
+    """Of the rollouts of a step."""
+    step: float
+    """Of steps as wholes: the trainer works beside the rollouts where the run overlaps, and after them where it does not."""
+    even: float | None
+    """Of the rollouts, by what an order alone can do (`Bound.even_s`); of a run of one step only, whose longest it goes by."""
+
+
+def gaps(summary: Summary, bound: Bound, *, share: float, overlapped: bool) -> Gaps:
+    """`bound` is of all rollouts that the counted steps drew, and `share` that part of them which a step trains: the longest are a
+    matter of single steps, and play no part unless there is one."""
+    work_s = share * bound.work_s
+    step_s = bound.step_s(summary.train_s, share=share, overlapped=overlapped)
+    even = summary.rollout_s / bound.even_s - 1.0 if summary.steps == 1 else None
+    return Gaps(work_s, summary.rollout_s / work_s - 1.0, summary.step_s / step_s - 1.0, even)
+
+
+class EngineUse(msgspec.Struct, frozen=True):
+    """What a run made of its engines."""
+
+    idle: float
+    """Share of their time in which they had nothing to compute."""
+    kv_use: float
+    """Share of their KV cache that running requests held, over all that time."""
+    preemptions: int
+    recomputed: int
+    """Tokens computed once more: after preemptions, or for new weights."""
+    generated: int
+    """Tokens sampled."""
+    prefix_hits: float
+    """Share of the prompt tokens that their prefix caches had."""
+    tokens_per_pass: float | None
+    """Of a sequence: more than one where they speculate, and None where none does."""
+
+
+def engine_use(engines: Iterable[Endpoint], now: float) -> EngineUse:
+    """Of engines that are alike, from their start to `now`; one that was lost stood still from then on."""
+    every = list(engines)
+    totals = [engine.totals for engine in every]
+    busy = [engine.busy_until(now) for engine in every]
+    wall_s = max(1e-9, now * len(every))
+    speed = every[0].speed
+    speculate = any(engine.speed.speculation is not None for engine in every)
+    return EngineUse(
+        idle=1.0 - sum(seconds for seconds, _ in busy) / wall_s,
+        kv_use=sum(area for _, area in busy) / (wall_s * (speed.kv_tokens // speed.block)),
+        preemptions=sum(t.preemptions for t in totals),
+        recomputed=sum(t.recomputed for t in totals),
+        generated=sum(t.generated for t in totals),
+        prefix_hits=sum(t.hits for t in totals) / max(1, sum(t.queries for t in totals)),
+        tokens_per_pass=sum(t.steps for t in totals) / max(1.0, sum(t.passes for t in totals))
+        if speculate
+        else None,
+    )
+
+
+def ramp_s(
+    times: Sequence[float],
+    tokens: Sequence[float],
+    settled_s: float,
+    *,
+    over_s: float = 30.0,
+    share: float = 0.9,
+) -> float:
+    """Seconds until engines sample, over the last `over_s` seconds, at `share` of the rate that they have after `settled_s`.
+
+    `tokens` are all that were sampled by each of `times`, which are even. It goes by tokens, and not by how many rollouts run: young
+    contexts are light, and fewer of them or more may fill an engine. A run that never comes to that rate took all of its time; one
+    that ends before `settled_s` is judged by its later half.
+    """
+    first = next((n for n, at in enumerate(times) if at >= settled_s), len(times) - 1)
+    first = min(first, len(times) // 2)
+    level = share * (tokens[-1] - tokens[first]) / max(1e-9, times[-1] - times[first])
+    steps = max(1, round(over_s / (times[1] - times[0]))) if len(times) > 1 else 1
+    for n in range(steps, len(times)):
+        if tokens[n] - tokens[n - steps] >= level * (times[n] - times[n - steps]):
+            return times[n] - times[0]
     return times[-1] - times[0]
 
 

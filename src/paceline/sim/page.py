@@ -25,12 +25,13 @@ COLUMNS: Mapping[str, str] = {
     "staleness_mean": "staleness",
     "staleness_max": "most stale",
     "gap": "over bound",
+    "step_gap": "step over bound",
     "ramp_s": "ramp, s",
 }
 """Numbers of the table, in order, and what they are called."""
 
 SHARES = frozenset(
-    {"idle", "kv_use", "prefix_hits", "wasted_share", "length_mean", "length_cap_share", "gap"}
+    {"idle", "kv_use", "prefix_hits", "wasted_share", "length_mean", "length_cap_share", "gap", "step_gap"}
 )
 _BARS = ("goodput", "ended_per_s", "step_s", "tail_s", "idle", "length_mean", "staleness_mean", "gap")
 _HUES = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
