@@ -55,7 +55,9 @@ class Seen(NamedTuple):
 
     goodput: float
     wasted: float
-    """Tokens of rollouts that ended and did not train, by all."""
+    """Tokens of rollouts that ended and did not train, by all; those aside that took longer than the study's bound on staleness."""
+    stale: float
+    """Tokens of the latter, by all: a matter of the bound, and the same whoever decides how many run."""
     ramp_s: float
 
 
@@ -95,7 +97,8 @@ def measure(job: Job) -> Seen:
     study = study_of(job)
     cell = run_cell(study, study.policy[0], study.workload[0], job.seed, admission=baseline(job))
     numbers = cell.numbers
-    return Seen(numbers["ended_per_s"], numbers["lost_share"], numbers["ramp_s"])
+    stale = numbers["stale_share"]
+    return Seen(numbers["ended_per_s"], numbers["lost_share"] - stale, stale, numbers["ramp_s"])
 
 
 def run(jobs: Sequence[Job], processes: int) -> dict[Job, Seen]:
@@ -111,6 +114,8 @@ class Table(NamedTuple):
     yardstick: str
     ratios: dict[str, list[float]]
     seen: dict[str, list[Seen]]
+    base: list[Seen]
+    """What the yardstick came to."""
 
 
 def stationary(tool_s: float, seeds: int, processes: int) -> Table:
@@ -126,8 +131,8 @@ def stationary(tool_s: float, seeds: int, processes: int) -> Table:
     beyond = round(BEYOND * best)
     found |= run([Job(seed, beyond, tool_s) for seed in numbers], processes)
     seen[f"a fixed cap of {beyond}"] = [found[Job(seed, beyond, tool_s)] for seed in numbers]
-    base = [found[Job(seed, best, tool_s)].goodput for seed in numbers]
-    return Table(f"the best fixed cap, {best}", _ratios(seen, base), seen)
+    base = [found[Job(seed, best, tool_s)] for seed in numbers]
+    return Table(f"the best fixed cap, {best}", _ratios(seen, base), seen, base)
 
 
 def drifting(seeds: int, processes: int) -> Table:
@@ -140,8 +145,8 @@ def drifting(seeds: int, processes: int) -> Table:
 
     found = run([job(seed, rule) for rule in (caps, *GUIDED) for seed in numbers], processes)
     seen = {rule: [found[job(seed, rule)] for seed in numbers] for rule in GUIDED}
-    base = [found[job(seed, caps)].goodput for seed in numbers]
-    return Table(f"caps of {', '.join(map(str, caps))} by the hour", _ratios(seen, base), seen)
+    base = [found[job(seed, caps)] for seed in numbers]
+    return Table(f"caps of {', '.join(map(str, caps))} by the hour", _ratios(seen, base), seen, base)
 
 
 def clairvoyant(processes: int) -> tuple[int, ...]:
@@ -162,5 +167,7 @@ def _first(rule: str, best: int) -> int:
     return best if rule == "adaptive, begun there" else 9
 
 
-def _ratios(seen: dict[str, list[Seen]], base: Sequence[float]) -> dict[str, list[float]]:
-    return {rule: [s.goodput / b for s, b in zip(each, base, strict=True)] for rule, each in seen.items()}
+def _ratios(seen: dict[str, list[Seen]], base: Sequence[Seen]) -> dict[str, list[float]]:
+    return {
+        rule: [s.goodput / b.goodput for s, b in zip(each, base, strict=True)] for rule, each in seen.items()
+    }

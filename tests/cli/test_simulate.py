@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -192,6 +193,60 @@ def test_processes_of_a_study_end_with_one_that_is_told_to(tmp_path: Path) -> No
         parent.terminate()
         parent.communicate(timeout=240)
     assert psutil.wait_procs(children, timeout=240)[1] == []
+
+
+CUT = SMALL.replace("seeds = 1", "seeds = 2").replace("seq_len = 40000", "seq_len = 8000").replace(
+    "[[policy]]", """[[workload]]
+name = "all cut"
+[[workload.env]]
+preset = "swe-real"
+group_size = 4
+
+[[policy]]""",
+)  # fmt: skip
+"""Of its second workload every sample is cut before its answer, so that nothing trains: a cell ends after a thousand groups."""
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_cells_that_are_done_are_kept_when_a_later_one_ends_the_study(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], processes: str
+) -> None:
+    whole = tmp_path / "small.csv"
+    whole.write_text("of an earlier study", "utf-8")
+    assert (
+        main(["simulate", str(written(tmp_path, CUT)), "--processes", processes, "--out", str(tmp_path)]) == 1
+    )
+    told = capsys.readouterr()
+    assert "error: policy 'overlap', workload 'all cut', seed 1: " in told.err
+    assert "2 cells" in told.out
+    rows = (tmp_path / "small-part.csv").read_text("utf-8").splitlines()
+    assert [row.split(",")[:3] for row in rows[1:]] == [
+        ["overlap", "answers", "1"],
+        ["overlap", "answers", "2"],
+    ]
+    assert whole.read_text("utf-8") == "of an earlier study"
+
+
+def test_cells_that_are_done_are_kept_at_ctrl_c(tmp_path: Path) -> None:
+    text = SMALL.replace("seeds = 1", "seeds = 1000000")
+    path = written(tmp_path, text)
+    options = ("--processes", "2", "--out", str(tmp_path))
+    command = [sys.executable, "-m", "paceline", "simulate", str(path), *options]
+    shown = os.environ | {"FORCE_COLOR": "1"}  # the bar, as a terminal has it
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=shown) as study:
+        assert study.stdout is not None
+        said = b""
+        while not re.search(rb"[1-9]\d*/1000000", said):
+            said += os.read(study.stdout.fileno(), 1 << 16)
+            assert study.poll() is None
+        study.send_signal(signal.SIGINT)
+        rest, _ = study.communicate(timeout=240)
+    assert study.returncode == 130
+    assert b"small-part.csv" in rest
+    rows = (tmp_path / "small-part.csv").read_text("utf-8").splitlines()
+    seeds = [int(row.split(",")[2]) for row in rows[1:]]
+    assert seeds  # with a gap where one was under way
+    assert seeds == sorted(set(seeds))
 
 
 def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.cli.options import positive
-from paceline.cli.studies import check_run, files_of, records_of, run_dir, simulate, write_study
+from paceline.cli.studies import UNFINISHED, check_run, files_of, records_of, run_dir, simulate, write_study
 from paceline.cli.what_if import study_of_run, workload_of_run
 from paceline.errors import ConfigError, printable
 from paceline.sim.calibrate import recorded_engines
@@ -77,20 +77,39 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     _say_untold(study, folder, console)
     began = time.monotonic()
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-    ) as bar:
-        task = bar.add_task(study.study.name, total=None)
-        cells = simulate(
-            study,
-            processes=args.processes,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-            folder=folder,
-        )
+    cells: list[Cell] = []
+    try:
+        with Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+        ) as bar:
+            task = bar.add_task(study.study.name, total=None)
+            simulate(
+                study,
+                processes=args.processes,
+                progress=lambda done, total: bar.update(task, completed=done, total=total),
+                finished=cells.append,
+                folder=folder,
+            )
+    except BaseException:
+        if cells:  # they may have taken hours
+            _write(_unfinished(study), cells, out, console, began)
+        raise
+    _write(study, cells, out, console, began)
+    return 0
+
+
+def _unfinished(study: StudyConfig) -> StudyConfig:
+    """The same, by the name under which the cells go that were done when it ended early."""
+    named = study.study.model_copy(update={"name": study.study.name + UNFINISHED})
+    return study.model_copy(update={"study": named})
+
+
+def _write(study: StudyConfig, cells: list[Cell], out: Path, console: Console, began: float) -> None:
+    """Write what there is, and show it."""
     try:
         written = write_study(study, cells, out)
     finally:  # what cannot be written is shown all the same: it may have taken hours
@@ -100,12 +119,11 @@ def run(args: argparse.Namespace) -> int:
     took = time.monotonic() - began
     files = printable(", ".join(map(str, written)))
     console.print(
-        f"{rollouts:,.0f} rollouts in {took:.1f} s; written: {files}",
+        f"{len(cells):,} cells, {rollouts:,.0f} rollouts in {took:.1f} s; written: {files}",
         markup=False,
         emoji=False,
         soft_wrap=True,
     )
-    return 0
 
 
 def _study(args: argparse.Namespace) -> tuple[StudyConfig, Path]:

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from threading import Thread, current_thread, main_thread
 from typing import Any, Final
 
-from paceline.errors import ConfigError, InvariantError, PacelineError
+from paceline.errors import ConfigError, InvariantError, NoProgressError, PacelineError, WireError
 from paceline.journal import read_journal
 from paceline.journal.files import file_numbers
 from paceline.sim.cells import Cell, check_engines, run_cell
@@ -43,12 +43,15 @@ def simulate(
     *,
     processes: int | None = None,
     progress: Progress | None = None,
+    finished: Callable[[Cell], None] | None = None,
     folder: Path | None = None,
 ) -> list[Cell]:
     """Run every policy with every workload and every seed; the cells in that order.
 
     `study` is a config or the path of its file. `processes`: how many at once; none: as many as there are cores, and 1
-    runs here. Paths of recorded runs are meant relative to `folder`, or to the study's file. ConfigError when it cannot work.
+    runs here. `finished` gets every cell as it is done, in that order: what there is when a later one raises, or Ctrl-C comes.
+    Paths of recorded runs are meant relative to `folder`, or to the study's file. ConfigError when it cannot work; whatever a cell
+    raises names it.
     """
     if not isinstance(study, StudyConfig):
         path = Path(study)
@@ -73,6 +76,8 @@ def simulate(
 
     def add(cell: Cell) -> None:
         cells.append(cell)
+        if finished is not None:
+            finished(cell)
         if progress is not None:
             progress(len(cells), total)
 
@@ -101,13 +106,16 @@ def _run_apart(jobs: Iterator[tuple[Any, ...]], count: int, add: Callable[[Cell]
                 cell = running.popleft().result()
                 hand_out(1)
                 add(cell)
-        except BrokenProcessPool as error:
-            raise PacelineError(_BROKEN) from error
-        except BaseException:
+        except BaseException as error:
             # They would finish their cells first, which may take hours.
             for process in multiprocessing.active_children():
                 if process not in others:
                     process.terminate()
+            for future in running:
+                if future.done() and not future.cancelled() and future.exception() is None:
+                    add(future.result())
+            if isinstance(error, BrokenProcessPool):
+                raise PacelineError(_BROKEN) from error
             raise
 
 
@@ -148,7 +156,11 @@ def _run(job: tuple[Any, ...]) -> Cell:
     def journal(name: str) -> Iterable[Record]:
         return records_of(run_dir(name, folder))
 
-    return run_cell(study, policy, workload, seed, journal)
+    try:
+        return run_cell(study, policy, workload, seed, journal)
+    except (ConfigError, NoProgressError, InvariantError, WireError) as error:
+        cell = f"policy {policy.name!r}, workload {workload.name!r}, seed {seed}"
+        raise type(error)(f"{cell}: {error}") from error
 
 
 def _check_runs(study: StudyConfig, folder: Path) -> None:
@@ -177,6 +189,10 @@ def run_dir(name: str, folder: Path) -> Path:
         if path.exists():
             return path
     raise ConfigError(f"no run at {name!r}")
+
+
+UNFINISHED: Final = "-part"
+"""What the name of a study ends in when only some of its cells are done: their results are not to replace those of a whole one."""
 
 
 def files_of(name: str, folder: Path) -> list[Path]:

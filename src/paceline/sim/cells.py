@@ -249,6 +249,7 @@ def _numbers(
         "recomputed_share": use.recomputed / max(1, use.generated),
         "prefix_hits": use.prefix_hits,
         "lost_share": sum(measure.lost_tokens.values()) / max(1, measure.sampled),
+        "stale_share": measure.lost_tokens.get("stale", 0) / max(1, measure.sampled),
     }
     if use.tokens_per_pass is not None:
         numbers["tokens_per_pass"] = use.tokens_per_pass
