@@ -57,7 +57,7 @@ def test_a_rule_is_measured_on_the_agents_it_is_said_to_be_measured_on() -> None
     assert 1.5 * few.goodput < many.goodput
     assert few.goodput < drift.goodput < many.goodput
     assert few.wasted == many.wasted == 0.0
-    table = caps.Table("x", caps._ratios({"a": [few]}, [many.goodput]), {"a": [few]})
+    table = caps.Table("x", caps._ratios({"a": [few]}, [many]), {"a": [few]}, [many])
     assert table.ratios["a"] == [few.goodput / many.goodput]
 
 

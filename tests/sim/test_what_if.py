@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from paceline.config.dump import dump
 from paceline.core.admission import FixedCap
 from paceline.errors import ConfigError
 from paceline.journal import FileJournal
-from paceline.sim.calibrate import Calibration, recorded_engines
+from paceline.sim.calibrate import Calibration, RecordedEngines, calibrate, recorded_engines
 from paceline.sim.cells import build
 from paceline.sim.engine import Speed
 from paceline.sim.measure import Measure
@@ -59,7 +60,7 @@ def study(rollouts: Path, engines: Path | None, *caps: int) -> StudyConfig:
     return StudyConfig.model_validate(
         {
             "study": {"seeds": 1, "steps": 3, "zero_signal": True},
-            "engines": {"count": 2, "recorded": str(engines) if engines else None},
+            "engines": {"count": 2, "recorded": str(engines) if engines else ()},
             "batch": {"rollouts": 48, "seq_len": 1 << 16},
             "trainer": {"step_s": 5.0},
             "weights": {"load_s": 2.0},
@@ -158,7 +159,8 @@ def test_a_recorded_run_needs_no_study(
 ) -> None:
     goodput = record(tmp_path / "run", "search", max_steps=5)
     run = with_config(tmp_path / "run")
-    study = study_of_run(run)
+    study, engines = study_of_run(run)
+    assert engines == recorded_engines(records_of(run), study.engines.max_batched_tokens)
     assert [policy.name for policy in study.policy] == ["as recorded", "cap 6", "cap 24"]
     assert (study.study.steps, study.engines.count, study.batch.rollouts) == (5, 2, 48)
     assert study.trainer.step_s == pytest.approx(5.0, rel=0.01)
@@ -189,6 +191,41 @@ def test_what_a_fit_could_not_tell_is_said(
     assert "not told what a step, a request costs" in capsys.readouterr().out
 
 
+def test_engines_may_be_told_by_several_runs_and_are_fitted_once(
+    runs: dict[str, tuple[Path, float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = (runs[name][0] for name in sorted(runs)[:2])
+    (tmp_path / "study.toml").write_text(STUDY.replace("seeds = 1", "seeds = 2"))
+    fits = []
+
+    def fitted(*args: Any) -> RecordedEngines:
+        fits.append(recorded_engines(*args))
+        return fits[-1]
+
+    for module in ("paceline.sim.cells", "paceline.cli.what_if"):
+        monkeypatch.setattr(f"{module}.recorded_engines", fitted)
+    args = ["simulate", str(tmp_path / "study.toml"), "--processes", "1", "--out", str(tmp_path)]
+    assert (
+        main([*args, "--engines-from", str(one), "--engines-from", str(other), "--engines-from", str(one)])
+        == 0
+    )
+    (fit,) = fits
+    assert fit.calibration == calibrate(chain(records_of(one), records_of(other)))
+    assert fit.calibration.requests > calibrate(records_of(one)).requests
+    assert main([*args, "--from", str(one), "--engines-from", str(other)]) == 0
+    assert len(fits) == 2
+
+
+def test_a_run_that_is_given_twice_is_calibrated_by_once(
+    runs: dict[str, tuple[Path, float]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = str(runs["search"][0])
+    assert main(["calibrate", where, f"{where}/."]) == 0
+    told = capsys.readouterr().out
+    assert main(["calibrate", where]) == 0
+    assert capsys.readouterr().out == told
+
+
 def test_a_run_that_tells_too_little_for_a_study_of_its_own_is_refused(
     runs: dict[str, tuple[Path, float]], tmp_path: Path
 ) -> None:
@@ -213,7 +250,7 @@ def test_a_run_whose_admission_follows_the_load_is_taken_as_it_was(tmp_path: Pat
         "engine": servers,
         "algorithm": {"name": "mine:Algorithm"},
     }
-    (policy,) = study_of_run(with_config(tmp_path, **changes)).policy
+    (policy,) = study_of_run(with_config(tmp_path, **changes))[0].policy
     assert (policy.name, policy.admission.type, policy.algorithm.name) == (
         "as recorded",
         "predictive",

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from paceline.cli.options import positive
-from paceline.cli.studies import records_of
+from paceline.cli.studies import check_run, records_of
 from paceline.errors import ConfigError
 from paceline.sim.calibrate import Calibration, calibrate
 from paceline.sim.recorded_world import RecordedWorld, recorded_world
@@ -33,10 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    runs = [Path(each) for each in args.runs]
+    runs = list(
+        dict.fromkeys(Path(each).resolve() for each in args.runs)
+    )  # one given twice would count twice
     for each in runs:
-        if not each.is_dir():
-            raise ConfigError(f"no run at {str(each)!r}: give the directory of a run")
+        check_run(each)
     _show_engines(calibrate(_records(runs), args.max_batched_tokens))
     try:
         world = recorded_world(_records(runs))

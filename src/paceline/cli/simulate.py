@@ -20,10 +20,18 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.cli.options import positive
-from paceline.cli.studies import UNFINISHED, check_run, files_of, records_of, run_dir, simulate, write_study
+from paceline.cli.studies import (
+    UNFINISHED,
+    check_run,
+    engines_of_runs,
+    files_of,
+    records_of,
+    simulate,
+    write_study,
+)
 from paceline.cli.what_if import study_of_run, workload_of_run
 from paceline.errors import ConfigError, printable
-from paceline.sim.calibrate import recorded_engines
+from paceline.sim.calibrate import RecordedEngines
 from paceline.sim.cells import Cell
 from paceline.sim.engine import GPUS, MODELS
 from paceline.sim.page import COLUMNS, number, table
@@ -48,7 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engines-from",
         metavar="RUN",
-        help="directory of a run whose engines are taken, fitted as `paceline calibrate` does",
+        action="append",
+        default=[],
+        help="directory of a run whose engines are taken, fitted as `paceline calibrate` does; may be repeated: other loads of the same "
+        "engines tell more",
     )
     parser.add_argument("--seeds", type=positive, metavar="N", help="seeds, instead of the study's number")
     parser.add_argument(
@@ -65,17 +76,16 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         _list()
         return 0
-    for named in (args.recorded, args.engines_from):
-        if named is not None and not Path(named).is_dir():
-            raise ConfigError(f"no run at {named!r}: give the directory of a run")
     try:
-        study, folder = _study(args)
+        study, folder, recorded = _study(args)
         study = _chosen(study, args)
     except ValidationError as error:  # of what the options change
         raise ConfigError("; ".join(problems_of(error))) from error
     out = _folder(args.out, study.study.name)
     console = Console()
-    _say_untold(study, folder, console)
+    recorded = recorded or engines_of_runs(study, folder)
+    if recorded is not None:
+        _say_untold(study, recorded, console)
     began = time.monotonic()
     cells: list[Cell] = []
     try:
@@ -93,6 +103,7 @@ def run(args: argparse.Namespace) -> int:
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
                 finished=cells.append,
                 folder=folder,
+                recorded=recorded,
             )
     except BaseException:
         if cells:  # they may have taken hours
@@ -126,44 +137,38 @@ def _write(study: StudyConfig, cells: list[Cell], out: Path, console: Console, b
     )
 
 
-def _study(args: argparse.Namespace) -> tuple[StudyConfig, Path]:
-    """The study, and the folder that its paths are relative to."""
-    if args.study is not None:
-        path = Path(args.study)
-        study = load_study(path)
-        changes: dict[str, object] = {}
-        if args.engines_from is not None:
-            changes["recorded"] = str(Path(args.engines_from).resolve())
-            study = study.model_copy(update={"engines": study.engines.model_copy(update=changes)})
-        if args.recorded is not None:
-            run = Path(args.recorded)
+def _study(args: argparse.Namespace) -> tuple[StudyConfig, Path, RecordedEngines | None]:
+    """The study, the folder that its paths are relative to, and its engines where they are fitted already."""
+    engines_from = list(dict.fromkeys(Path(each).resolve() for each in args.engines_from))
+    if args.study is None:
+        if args.recorded is None:
+            raise ConfigError(
+                "name a study file, paceline simulate STUDY.toml (examples/studies has some), or a recorded run, "
+                "paceline simulate --from RUN"
+            )
+        for run in (Path(args.recorded), *engines_from):
             check_run(run)
-            workload = workload_of_run(run, Recorded.of(records_of(run)))
-            study = study.model_copy(update={"workload": (workload,)})
-        return study, path.parent
-    if args.recorded is None:
-        raise ConfigError(
-            "name a study file, paceline simulate STUDY.toml (examples/studies has some), or a recorded run, "
-            "paceline simulate --from RUN"
-        )
-    for named in (args.recorded, args.engines_from):
-        if named is not None:
-            check_run(Path(named))
-    return study_of_run(Path(args.recorded), args.engines_from and Path(args.engines_from)), Path()
+        study, recorded = study_of_run(Path(args.recorded), engines_from)
+        return study, Path(), recorded
+    path = Path(args.study)
+    study = load_study(path)
+    if engines_from:
+        changes: dict[str, object] = {"recorded": tuple(map(str, engines_from))}
+        study = study.model_copy(update={"engines": study.engines.model_copy(update=changes)})
+    if args.recorded is not None:
+        run = Path(args.recorded)
+        check_run(run)
+        workload = workload_of_run(run, Recorded.of(records_of(run)))
+        study = study.model_copy(update={"workload": (workload,)})
+    return study, path.parent, None
 
 
-def _say_untold(study: StudyConfig, folder: Path, console: Console) -> None:
+def _say_untold(study: StudyConfig, recorded: RecordedEngines, console: Console) -> None:
     """What the fit of recorded engines could not tell."""
-    recorded = study.engines.recorded
-    if recorded is None:
-        return
-    run = run_dir(recorded, folder)
-    check_run(run)
-    found = recorded_engines(records_of(run), study.engines.max_batched_tokens)
-    if untold := found.calibration.untold:
+    if untold := recorded.calibration.untold:
         console.print(
-            f"not told what {', '.join(untold)} costs: the loads of {recorded} cannot tell it from the rest, and other loads may "
-            "come out wrong (docs/simulator.md, Calibration)",
+            f"not told what {', '.join(untold)} costs: the loads of {', '.join(study.engines.recorded)} cannot tell it from the rest, and "
+            "other loads may come out wrong (docs/simulator.md, Calibration)",
             highlight=False,
             soft_wrap=True,
         )

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -21,7 +21,8 @@ from typing import Any, Final
 from paceline.errors import ConfigError, InvariantError, NoProgressError, PacelineError, WireError
 from paceline.journal import read_journal
 from paceline.journal.files import file_numbers
-from paceline.sim.cells import Cell, check_engines, run_cell
+from paceline.sim.calibrate import RecordedEngines
+from paceline.sim.cells import Cell, Journals, check_engines, fitted_engines, run_cell
 from paceline.sim.page import page
 from paceline.sim.requests import Record
 from paceline.sim.study import StudyConfig, load_study
@@ -45,13 +46,14 @@ def simulate(
     progress: Progress | None = None,
     finished: Callable[[Cell], None] | None = None,
     folder: Path | None = None,
+    recorded: RecordedEngines | None = None,
 ) -> list[Cell]:
     """Run every policy with every workload and every seed; the cells in that order.
 
     `study` is a config or the path of its file. `processes`: how many at once; none: as many as there are cores, and 1
     runs here. `finished` gets every cell as it is done, in that order: what there is when a later one raises, or Ctrl-C comes.
-    Paths of recorded runs are meant relative to `folder`, or to the study's file. ConfigError when it cannot work; whatever a cell
-    raises names it.
+    Paths of recorded runs are meant relative to `folder`, or to the study's file. `recorded` are the engines of `engines.recorded` where
+    they are fitted already (`engines_of_runs`). ConfigError when it cannot work; what a cell raises names it.
     """
     if not isinstance(study, StudyConfig):
         path = Path(study)
@@ -61,11 +63,13 @@ def simulate(
         raise ConfigError(f"processes is {processes}: it takes at least 1, or None for one a core")
     study.check()
     check_engines(study)
-    _check_runs(study, folder or Path())
+    folder = folder or Path()
+    _check_runs(study, folder)
+    recorded = recorded or engines_of_runs(study, folder)
     section = study.study
     seeds = range(section.first_seed, section.first_seed + section.seeds)
     jobs = (
-        (study, policy, workload, seed, folder or Path())
+        (study, policy, workload, seed, folder, recorded)
         for workload in study.workload
         for policy in study.policy
         for seed in seeds
@@ -151,22 +155,31 @@ def _end_with_the_parent() -> None:
 
 
 def _run(job: tuple[Any, ...]) -> Cell:
-    study, policy, workload, seed, folder = job
-
-    def journal(name: str) -> Iterable[Record]:
-        return records_of(run_dir(name, folder))
-
+    study, policy, workload, seed, folder, recorded = job
     try:
-        return run_cell(study, policy, workload, seed, journal)
+        return run_cell(study, policy, workload, seed, _journals(folder), recorded=recorded)
     except (ConfigError, NoProgressError, InvariantError, WireError) as error:
         cell = f"policy {policy.name!r}, workload {workload.name!r}, seed {seed}"
         raise type(error)(f"{cell}: {error}") from error
 
 
+def engines_of_runs(study: StudyConfig, folder: Path) -> RecordedEngines | None:
+    """The engines of `engines.recorded`, fitted; None where a study has others. ConfigError when these runs do not tell."""
+    if not study.engines.recorded:
+        return None
+    for name in study.engines.recorded:
+        check_run(run_dir(name, folder))
+    return fitted_engines(study, _journals(folder))
+
+
+def _journals(folder: Path) -> Journals:
+    return lambda name: records_of(run_dir(name, folder))
+
+
 def _check_runs(study: StudyConfig, folder: Path) -> None:
     """ConfigError when a directory that the study names holds no run."""
-    named = [env.journal for workload in study.workload for env in workload.env]
-    for name in dict.fromkeys(name for name in (study.engines.recorded, *named) if name is not None):
+    named = [env.journal for workload in study.workload for env in workload.env if env.journal is not None]
+    for name in dict.fromkeys((*study.engines.recorded, *named)):
         check_run(run_dir(name, folder))
 
 
@@ -255,7 +268,7 @@ def _write_parquet(path: Path, columns: list[str], rows: list[list[Any]]) -> Non
 
 def _facts(study: StudyConfig) -> list[tuple[str, str]]:
     e = study.engines
-    kind = f"{e.gpus} {e.gpu}, {e.model}" if e.recorded is None else f"as in {e.recorded}"
+    kind = f"{e.gpus} {e.gpu}, {e.model}" if not e.recorded else f"as in {', '.join(e.recorded)}"
     return [
         ("engines", f"{e.count} × {kind}"),
         ("seeds", str(study.study.seeds)),

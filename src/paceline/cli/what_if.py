@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from paceline.config import EmbeddedEngine, FixedAdmission, RunConfig, UnbiasedT
 from paceline.config.load import load
 from paceline.domain import events as on
 from paceline.errors import ConfigError
-from paceline.sim.calibrate import recorded_engines
+from paceline.sim.calibrate import RecordedEngines, recorded_engines
 from paceline.sim.recorded_world import recorded_world
 from paceline.sim.study import SimEnv, StudyConfig, WorkloadSection
 from paceline.sim.workloads import Recorded
@@ -36,10 +38,10 @@ def workload_of_run(run: Path, recorded: Recorded, config: RunConfig | None = No
     return WorkloadSection(name=run.resolve().name, env=tuple(envs))
 
 
-def study_of_run(run: Path, engines_from: Path | None = None) -> StudyConfig:
-    """Rollouts, trainer and weights as its journal tells, and engines as that of `engines_from` does (None: its own), under the
-    policy of its config; where its cap is fixed, also with half and twice that. As many steps as it trained, up to 20.
-    ConfigError when it does not tell enough."""
+def study_of_run(run: Path, engines_from: Sequence[Path] = ()) -> tuple[StudyConfig, RecordedEngines]:
+    """Rollouts, trainer and weights as its journal tells, and engines as those of `engines_from` do (none: its own), under the
+    policy of its config; where its cap is fixed, also with half and twice that. As many steps as it trained, up to 20. With the engines,
+    fitted. ConfigError when it does not tell enough."""
     config = _config_of(run)
     records = list(records_of(run))
     recorded = Recorded.of(records)
@@ -47,19 +49,18 @@ def study_of_run(run: Path, engines_from: Path | None = None) -> StudyConfig:
     limits: dict[str, int] = {}
     if isinstance(section, EmbeddedEngine):
         limits = section.model_dump(include={"max_num_seqs", "max_batched_tokens"})
-    fitted = engines_from or run
-    engines = recorded_engines(
-        records if engines_from is None else records_of(fitted), limits.get("max_batched_tokens", 8192)
-    )
+    fitted = engines_from or [run]
+    told = chain.from_iterable(map(records_of, engines_from)) if engines_from else records
+    engines = recorded_engines(told, limits.get("max_batched_tokens", 8192))
     if engines.kv_tokens is None:
         raise ConfigError(
-            f"the engines of {str(fitted)!r} did not tell how many tokens they hold: give a study that says so "
-            f"(engines.kv_tokens), with --from {run} --engines-from {fitted}"
+            f"the engines of {', '.join(map(str, fitted))} did not tell how many tokens they hold: give a study that says so "
+            f"(engines.kv_tokens), with --from {run} --engines-from {fitted[0]}"
         )
     world = recorded_world(records)
     trained = max(event.step for _, event, _ in records if isinstance(event, on.StepTrained))
     name = re.sub(r"[^\w.-]", "-", run.resolve().name).lstrip(".-") or "run"
-    return StudyConfig.model_validate(
+    study = StudyConfig.model_validate(
         {
             "study": {
                 "name": f"{name}-what-if",
@@ -68,7 +69,11 @@ def study_of_run(run: Path, engines_from: Path | None = None) -> StudyConfig:
                 "poll_s": config.metrics.load_interval_s,
                 "zero_signal": config.filters.zero_advantage,
             },
-            "engines": {"recorded": str(fitted.resolve()), "count": engines.count, **limits},
+            "engines": {
+                "recorded": [str(each.resolve()) for each in fitted],
+                "count": engines.count,
+                **limits,
+            },
             "batch": config.batch.model_dump(),
             "trainer": world.trainer.model_dump(),
             "weights": world.weights.model_dump(),
@@ -76,6 +81,7 @@ def study_of_run(run: Path, engines_from: Path | None = None) -> StudyConfig:
             "policy": _policies(config),
         }
     )
+    return study, engines
 
 
 def _config_of(run: Path) -> RunConfig:

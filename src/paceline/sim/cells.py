@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from math import inf
 from time import process_time
 from typing import Any
@@ -103,8 +104,10 @@ def build(
     journals: Journals | None = None,
     folds: Sequence[Fold] = (),
     admission: Admission | None = None,
+    recorded: RecordedEngines | None = None,
 ) -> Simulation:
-    """The simulation of one cell, ready to run. ConfigError when it cannot work."""
+    """The simulation of one cell, ready to run. `recorded`: `engines.recorded`, where these are fitted already. ConfigError when it
+    cannot work."""
     made = workloads_of(workload, seed, journals)
     workload = _with_recorded_groups(workload, made)
     workloads = {env: Drawn(each) for env, each in made.items()}
@@ -112,11 +115,8 @@ def build(
     sizes = {("train", env.label): env.tasks for env in workload.env}
     setup = core_setup(config, sizes, {})
     chosen = admission or admission_of(config, {})
-    recorded = None
-    if study.engines.recorded is not None:
-        recorded = recorded_engines(
-            _records(study.engines.recorded, journals), study.engines.max_batched_tokens
-        )
+    if study.engines.recorded and recorded is None:
+        recorded = fitted_engines(study, journals)
     return Simulation(
         Core(setup, chosen, scheduling_of(config)),
         engines_of(study, policy, longest_context(workloads), recorded),
@@ -130,6 +130,13 @@ def build(
         shared_kv_s=study.shared_kv_s,
         folds=folds,
     )
+
+
+def fitted_engines(study: StudyConfig, journals: Journals | None) -> RecordedEngines:
+    """The engines of `engines.recorded`. ConfigError when these runs do not tell what they cost."""
+    section = study.engines
+    every = chain.from_iterable(_records(name, journals) for name in section.recorded)
+    return recorded_engines(every, section.max_batched_tokens)
 
 
 def _with_recorded_groups(workload: WorkloadSection, made: Mapping[EnvName, Workload]) -> WorkloadSection:
@@ -166,7 +173,7 @@ def engines_of(
 def check_engines(study: StudyConfig) -> None:
     """ConfigError when what is drawn does not fit the engines of a policy, so that it is no cell that finds it hours later. What
     recorded runs hold is known when they are read."""
-    if study.engines.recorded is not None:
+    if study.engines.recorded:
         return
     for workload in study.workload:
         if any(env.journal is not None for env in workload.env):
@@ -189,11 +196,19 @@ def run_cell(
     journals: Journals | None = None,
     folds: Sequence[Fold] = (),
     admission: Admission | None = None,
+    recorded: RecordedEngines | None = None,
 ) -> Cell:
-    """Run one cell and measure it; `admission` instead of what the policy names."""
+    """Run one cell and measure it; `admission` instead of what the policy names, `recorded` as for `build`."""
     measure = Measure()
     simulation = build(
-        study, policy, workload, seed, journals=journals, folds=(measure, *folds), admission=admission
+        study,
+        policy,
+        workload,
+        seed,
+        journals=journals,
+        folds=(measure, *folds),
+        admission=admission,
+        recorded=recorded,
     )
     section = study.study
     timeline = Timeline(simulation, section.sample_s) if section.sample_s else None

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from paceline.config import (
     AdmissionSection,
@@ -62,9 +62,9 @@ class EnginesSection(FiniteSection):
     expert_parallel: bool = False
     """Whether they share the experts alone, and each has the other weights and sequences of its own: data parallel attention,
     expert parallel layers."""
-    recorded: str | None = None
+    recorded: tuple[str, ...] = ()
     """Directory of a run whose engines are taken instead of a model on a GPU: what their steps cost as `paceline calibrate`
-    fits it, and the capacity that they told."""
+    fits it, and the capacity that they told. Directories of several, with the same engines under other loads, tell more."""
     count: int = Field(default=1, ge=1)
     """Engines."""
     slow: float = Field(default=1.0, gt=0)
@@ -89,6 +89,11 @@ class EnginesSection(FiniteSection):
     """Engines that prefill for each of these, which then only decode; none: each does both."""
     speculation: Speculation | None = None
     """How they speculate; none: they do not."""
+
+    @field_validator("recorded", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
 
 
 class SimEnv(FiniteSection):
@@ -264,7 +269,7 @@ class StudyConfig(FiniteSection):
             for key in ("slow", "expert_parallel", "shared_kv_gb_s")
             if getattr(section, key) != fields[key].default
         ]
-        if section.recorded is not None and given:
+        if section.recorded and given:
             raise ValueError(
                 "engines.recorded takes engines as a run had them, and what changes a model of them would be ignored: leave "
                 f"{', '.join(given)} out of [engines]"
@@ -295,7 +300,7 @@ class StudyConfig(FiniteSection):
                 f"{where}: engines.shared_kv_gb_s brings KV from a pool, and prefill from prefill engines: leave one out"
             )
         for what, given in (("prefill", prefill), ("speculation", speculation)):
-            if given is not None and section.recorded is not None:
+            if given is not None and section.recorded:
                 raise ValueError(
                     f"{where}: {what} needs to know the model and its GPUs, and engines.recorded tells only what steps of "
                     "whole engines cost: leave one out"
@@ -355,7 +360,7 @@ class StudyConfig(FiniteSection):
         kv_tokens = section.kv_tokens or recorded.kv_tokens
         if kv_tokens is None:
             raise ConfigError(
-                f"the engines of {section.recorded!r} did not tell how many tokens they hold: set engines.kv_tokens"
+                f"the engines of {', '.join(section.recorded)} did not tell how many tokens they hold: set engines.kv_tokens"
             )
         longest = section.max_model_len or recorded.max_model_len or longest
         return recorded.calibration.speed(kv_tokens=kv_tokens, max_model_len=longest)
