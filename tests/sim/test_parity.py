@@ -24,10 +24,12 @@ from paceline.core.scheduling import (
     UnbiasedTail,
 )
 from paceline.domain import commands as do
+from paceline.domain import events as on
 from paceline.sim.engine import EngineModel, Link, Speculation, Speed, SplitEngine
+from paceline.sim.faults import Faults
 from paceline.sim.plan import RolloutPlan, Start
 from paceline.sim.workloads import PRESETS, Workload, workload_of
-from paceline.sim.world import WeightsModel
+from paceline.sim.world import FaultModel, WeightsModel
 from paceline.testing.modelled import Book, ModelledEngine, ModelledEnv
 from paceline.testing.run import run_driver
 from paceline.testing.trainer import ScriptedTrainer
@@ -127,6 +129,34 @@ CASES: dict[str, tuple[str, Callable[[], Admission], Callable[[], Scheduling], d
         Overlap,
         {"speed": msgspec.structs.replace(SMALL, speculation=Speculation(references="none")), "lag": 2},
     ),
+    "failing attempts": (
+        "swe-small",
+        lambda: FixedCap(8),
+        Overlap,
+        {"max_steps": 2, "faults": FaultModel(infrastructure=0.15, environment=0.1)},
+    ),
+    "failing requests": (
+        "code-single",
+        lambda: FixedCap(12),
+        lambda: Divided(400, 0.25),
+        {"lag": 0, "faults": FaultModel(call=0.05)},
+    ),
+    "failing loads": (
+        "code-single",
+        lambda: FixedCap(8),
+        Overlap,
+        {"lag": 2, "faults": FaultModel(load=0.5)},
+    ),
+    "all of them, late": (
+        "code-single",
+        lambda: FixedCap(12),
+        lambda: UnbiasedTail(800, "pinned"),
+        {
+            "lag": 0,
+            "max_staleness": 0,
+            "faults": FaultModel(infrastructure=0.1, environment=0.05, call=0.05, load=0.3),
+        },
+    ),
     # One engine: readings of two come at the same moment, in an order of the loop's, and the first gets what starts.
     "adaptive": (
         "swe-small",
@@ -176,7 +206,7 @@ def test_heap_and_runtime_give_the_same_commands_at_the_same_times(case: str, se
     speed, poll_s = changes.pop("speed", SMALL), changes.pop("poll_s", None)
     engines, make = changes.pop("engines", 2), changes.pop("make", EngineModel)
     weights = WeightsModel(load_s=2.0, mode=changes.pop("mode", "keep"))
-    anew = changes.pop("anew", False)
+    anew, faults = changes.pop("anew", False), changes.pop("faults", None)
     of = small_setup(seed=seed, **changes)
     workload: Workload = workload_of(PRESETS[preset], seed)
     if anew:
@@ -192,9 +222,10 @@ def test_heap_and_runtime_give_the_same_commands_at_the_same_times(case: str, se
         workload=workload,
         weights=weights,
         poll_s=poll_s,
+        faults=faults,
         folds=[kept],
     ).run()
-    book = Book({"env": workload})
+    book = Book({"env": workload}, Faults(faults, of.seed))
     run = run_driver(
         of,
         {"env": ModelledEnv(book)},
@@ -210,6 +241,13 @@ def test_heap_and_runtime_give_the_same_commands_at_the_same_times(case: str, se
         poll_s=poll_s or 0.0,
         max_seconds=1e7,
     )
+    failed = [
+        event
+        for _, event, _ in kept.entries
+        if (isinstance(event, on.RolloutEnded) and event.rollout.outcome.ending == "failed")
+        or (isinstance(event, on.WeightsLoaded) and event.error)
+    ]
+    assert bool(failed) == (faults is not None)
     simulated, real = decisions(kept.entries), decisions(run.journal.entries)
     # The last batch stops what runs, at one moment again: a call that ends then may ask before or after.
     end = max(at for at, name in simulated if name.startswith("ShipBatch"))

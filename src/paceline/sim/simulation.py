@@ -19,7 +19,6 @@ from typing import Any, Protocol
 from paceline.core.advantages import Algorithm
 from paceline.core.processing import GroupRules, process_group
 from paceline.core.scheduler import Core
-from paceline.core.streams import key, uniform
 from paceline.domain import commands as do
 from paceline.domain import events as on
 from paceline.domain.commands import Command
@@ -30,6 +29,7 @@ from paceline.domain.rollout import Finish, Outcome
 from paceline.sim.collecting import rare_collections
 from paceline.sim.engine.calls import Call
 from paceline.sim.engine.endpoint import Endpoint
+from paceline.sim.faults import FAILED_CALL, FAILED_CALL_S, Faults
 from paceline.sim.plan import Workload
 from paceline.sim.records import blank_samples
 from paceline.sim.rollouts import SimRollout
@@ -78,11 +78,8 @@ class Simulation:
         self.workloads = workloads
         self._algorithm = algorithm
         self._rules = rules
-        self._faults = faults or FaultModel()
-        self._fault_key = key(core.setup.seed, "faults")
-        self._training = Training(
-            self, trainer or TrainerModel(), weights or WeightsModel(), self._faults, self._fault_key
-        )
+        self._faults = Faults(faults, core.setup.seed)
+        self._training = Training(self, trainer or TrainerModel(), weights or WeightsModel(), self._faults)
         self._shared_kv_s = shared_kv_s
         self._folds = tuple(folds)
         self._watch = watch
@@ -105,7 +102,7 @@ class Simulation:
         self._post(on.RunOpened("simulation", core.setup.seed))
         for name, engine in self.engines.items():
             self._post(on.EngineJoined(self._info(name), engine.version))
-        for name, at in zip(self.engines, self._faults.engine_lost_at_s, strict=False):
+        for name, at in zip(self.engines, self._faults.model.engine_lost_at_s, strict=False):
             self.at(at, self._lose, name)
         if poll_s is not None:
             for name in self.engines:
@@ -177,25 +174,14 @@ class Simulation:
     def _do_StartRollout(self, command: do.StartRollout) -> None:
         plan = self.workloads[command.task.env].plan(command, self.now)
         rollout = self.running[command.rollout] = SimRollout(command, plan, self.now)
-        faults = self._faults
-        if faults.hits_rollouts:
-            self._draw_fault(rollout)
+        fault = self._faults.of_attempt(command.rollout, len(plan.turns))
+        if fault is not None:
+            rollout.failure, rollout.failure_at = fault
         wait = plan.start_s + (plan.turns[0][0] if plan.turns else 0.0)
         if wait > 0.0:
             self.at(self.now + wait, self._begin_turn, rollout)
         else:
             self.soon(self._begin_turn, rollout)
-
-    def _draw_fault(self, rollout: SimRollout) -> None:
-        base = key(self._fault_key, *rollout.command.rollout)
-        chance, faults = uniform(base, 0), self._faults
-        if chance < faults.infrastructure:
-            rollout.failure = Outcome("failed", "infrastructure", "a modelled fault")
-        elif chance < faults.infrastructure + faults.environment:
-            rollout.failure = Outcome("failed", "environment", "a modelled fault")
-        else:
-            return
-        rollout.failure_at = int(uniform(base, 1) * max(1, len(rollout.plan.turns)))
 
     def _begin_turn(self, rollout: SimRollout) -> None:
         if rollout.is_over or rollout.cancelled is not None:
@@ -259,7 +245,8 @@ class Simulation:
             references=self._siblings.references(rollout),
             reusable=None if start is None else start.found,
         )
-        if self._faults.call and self._call_fails(rollout, command.engine):
+        if self._faults.of_call(rollout.command.rollout, rollout.position, rollout.segments):
+            self.at(self.now + FAILED_CALL_S, self._failed_call, rollout, call, command.engine)
             return
         if self._shared_kv_s is not None and rollout.segments + rollout.position > 1:
             there = rollout.context if start is None else start.kept
@@ -346,22 +333,14 @@ class Simulation:
         del self.running[rollout.command.rollout]
         self._post(on.RolloutEnded(rollout.record(outcome, self.now)))
 
-    def _call_fails(self, rollout: SimRollout, name: EngineId) -> bool:
-        base = key(self._fault_key, "call", *rollout.command.rollout, rollout.position, rollout.segments)
-        if uniform(base, 0) >= self._faults.call:
-            return False
-        self.at(self.now + 0.05, self._failed_call, rollout, rollout.call, name, "500 from a modelled engine")
-        return True
-
-    def _failed_call(self, rollout: SimRollout, call: Call, name: EngineId, error: str) -> None:
+    def _failed_call(self, rollout: SimRollout, call: Call, name: EngineId) -> None:
         if rollout.call is not call:
             return
         rollout.call = None
-        self._post(
-            on.SegmentEnded(rollout.command.rollout, name, (), "abort", 0, self.now - rollout.sent, error)
-        )
+        seconds = self.now - rollout.sent
+        self._post(on.SegmentEnded(rollout.command.rollout, name, (), "abort", 0, seconds, FAILED_CALL))
         if rollout.cancelled is None:
-            self._end(rollout, Outcome("failed", "engine", error))
+            self._end(rollout, Outcome("failed", "engine", FAILED_CALL))
 
     # ── cancelling and parking ──
 
@@ -455,7 +434,7 @@ class Simulation:
             self._ask(rollout)
 
     def _do_ReviveEngine(self, command: do.ReviveEngine) -> None:
-        seconds = self._faults.engine_back_s
+        seconds = self._faults.model.engine_back_s
         if command.engine in self.lost and isfinite(seconds):
             self.at(self.now + seconds, self._come_back, command.engine)
         elif command.engine not in self.lost:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from paceline.core.streams import key, uniform
 from paceline.domain import commands as do
 from paceline.domain import events as on
 from paceline.domain.ids import EngineId
-from paceline.sim.world import FaultModel, TrainerModel, WeightsModel
+from paceline.sim.faults import FAILED_LOAD, Faults
+from paceline.sim.world import TrainerModel, WeightsModel
 
 if TYPE_CHECKING:
     from paceline.sim.simulation import Simulation
@@ -26,14 +26,12 @@ class Training:
         simulation: Simulation,
         trainer: TrainerModel,
         weights: WeightsModel,
-        faults: FaultModel,
-        fault_key: int,
+        faults: Faults,
     ) -> None:
         self._simulation = simulation
         self._trainer = trainer
         self._weights = weights
         self._faults = faults
-        self._fault_key = fault_key
         self.trained = 0
         """Steps taken."""
         self._updates: dict[EngineId, tuple[do.UpdateWeights, float]] = {}
@@ -112,11 +110,10 @@ class Training:
         was_lost = simulation.lives[name] != life
         if was_lost:
             error = "connection refused"
-        elif self._faults.load:
-            self._loads[name] += 1  # drawn anew at each try, also of one moment
-            base = key(self._fault_key, "load", name, self._loads[name])
-            if uniform(base, 0) < self._faults.load:
-                error = "a modelled load failed"
+        else:
+            self._loads[name] += 1
+            if self._faults.of_load(name, self._loads[name]):
+                error = FAILED_LOAD
         if not was_lost:
             version = command.version if error is None else None
             engine.go_on(simulation.now, version, recompute=self._weights.mode == "recompute")

@@ -18,11 +18,21 @@ from paceline.domain.commands import StartRollout
 from paceline.domain.events import EngineJoined
 from paceline.domain.ids import EngineId, EnvName, GroupId, RolloutId, Version, parse_rollout_id
 from paceline.domain.load import EngineInfo, EngineLoad
-from paceline.domain.rollout import Finish, Limit
+from paceline.domain.rollout import Finish, Limit, Outcome
 from paceline.domain.task import Split, Task
-from paceline.envs.protocol import Context, EndlessTasks, Environment, Model, Result, TaskSource
+from paceline.envs.protocol import (
+    Context,
+    EndlessTasks,
+    Environment,
+    InfrastructureError,
+    Model,
+    Result,
+    TaskSource,
+)
+from paceline.errors import EngineError
 from paceline.ports import GenerateReply, GenerateRequest
 from paceline.sim.engine import Call, Endpoint, EngineModel, Speed
+from paceline.sim.faults import FAILED_CALL, FAILED_CALL_S, FAILED_LOAD, Faults
 from paceline.sim.plan import RolloutPlan, Start, Workload
 from paceline.sim.records import blank_ids, blank_logprobs
 from paceline.sim.world import WeightsModel
@@ -32,8 +42,10 @@ class Book:
     """What engines must know of rollouts and a request does not say: how long the answer will be, and what its context
     shares with others."""
 
-    def __init__(self, workloads: Mapping[EnvName, Workload]) -> None:
+    def __init__(self, workloads: Mapping[EnvName, Workload], faults: Faults | None = None) -> None:
+        """`faults`: which attempts, requests and loads fail; None: none does. Engines are not lost."""
         self.workloads = workloads
+        self.faults = faults or Faults(None, 0)
         self.plans: dict[RolloutId, tuple[EnvName, RolloutPlan]] = {}
         self.left: dict[RolloutId, int] = {}
         """Tokens that the turn under way has still to sample."""
@@ -41,6 +53,8 @@ class Book:
         """Where the turn under way began, if not behind the turn before, until it has sampled anything."""
         self.conversations: dict[RolloutId, int] = {}
         """To which it belongs, but for 0."""
+        self.turns: dict[RolloutId, tuple[int, int]] = {}
+        """(number of the turn under way, requests of it so far)."""
 
 
 class ModelledEnv(Environment):
@@ -59,11 +73,16 @@ class ModelledEnv(Environment):
         command = StartRollout(ctx.rollout, task.ref, ctx.group_seed, ctx._noise_seed, "", 0)
         plan = book.workloads[env].plan(command, 0.0)
         book.plans[ctx.rollout] = env, plan
+        fault = book.faults.of_attempt(ctx.rollout, len(plan.turns))
         if plan.start_s:
             await ctx.sleep(plan.start_s)
-        for (wait, _, sampled), ids in zip(plan.turns, _prompts(plan, book, ctx.rollout), strict=True):
+        turns = zip(plan.turns, _prompts(plan, book, ctx.rollout), strict=True)
+        for number, ((wait, _, sampled), ids) in enumerate(turns):
             if wait:
                 await ctx.sleep(wait)
+            if fault is not None and fault[1] == number:
+                raise _raised(fault[0])
+            book.turns[ctx.rollout] = number, 0
             book.left[ctx.rollout] = sampled
             await model.generate(ids, max_tokens=sampled)
         if plan.score_s:
@@ -71,6 +90,13 @@ class ModelledEnv(Environment):
         cause = plan.outcome.cause
         limit: Limit | None = None if cause is None else "tokens" if cause == "tokens" else "context"
         return Result(reward=plan.reward, truncated=limit)
+
+
+def _raised(outcome: Outcome) -> Exception:
+    """What an environment raises that is to end like this."""
+    if outcome.cause == "infrastructure":
+        return InfrastructureError(outcome.detail)
+    return RuntimeError(outcome.detail)
 
 
 def _prompts(plan: RolloutPlan, book: Book, rollout: RolloutId) -> Iterator[NDArray[np.int32]]:
@@ -120,6 +146,8 @@ class ModelledEngine:
         self._calls: dict[str, tuple[Call, asyncio.Future[Finish]]] = {}
         self._by_rollout: dict[RolloutId, str] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._loads = 0
+        """Loads of weights so far."""
         self._still: asyncio.Future[None] | None = None
         """Set when the engine stands still for new weights."""
         self._chains: dict[tuple[GroupId, str], tuple[tuple[object, int], ...]] = {}
@@ -135,6 +163,11 @@ class ModelledEngine:
 
     async def generate(self, request: GenerateRequest) -> GenerateReply:
         rollout = parse_rollout_id(request.request_id.rpartition(".t")[0])
+        turn, requests = self._book.turns[rollout]
+        self._book.turns[rollout] = turn, requests + 1
+        if self._book.faults.of_call(rollout, turn, requests + 1):
+            await asyncio.sleep(FAILED_CALL_S)
+            raise EngineError(FAILED_CALL)
         left = self._book.left[rollout]
         most = min(left, request.sampling.max_tokens)
         salt = request.cache_salt
@@ -199,12 +232,16 @@ class ModelledEngine:
             await self._still
         if self._weights.load_s:
             await asyncio.sleep(self._weights.load_s)
-        self.model.go_on(loop.time(), version, recompute=self._weights.mode == "recompute")
+        self._loads += 1
+        fails = self._book.faults.of_load(self.info.id, self._loads)
+        recompute = self._weights.mode == "recompute"
+        self.model.go_on(loop.time(), None if fails else version, recompute=recompute)
         self._arm()
+        if fails:
+            raise EngineError(FAILED_LOAD)
 
     async def revive(self) -> EngineJoined:
-        await asyncio.Event().wait()
-        raise AssertionError("unreachable")
+        return EngineJoined(self.info, self.version)  # it was never gone
 
     async def close(self) -> None: ...
 
