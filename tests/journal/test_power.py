@@ -26,8 +26,11 @@ async def commit(run_dir: Path, *commits: range) -> None:
     """Rollouts with these numbers end, and are committed together. One frame of the store holds one."""
     kept = journal(run_dir)
     for numbers in commits:
-        for number in numbers:
-            kept.append(0.0, RolloutEnded(rollout(number)), ())
+        # All at once: the writer may still be awake from the commit before, and takes what it finds.
+        kept._queue.extend(
+            (kept._seq + n, 0.0, RolloutEnded(rollout(each)), ()) for n, each in enumerate(numbers)
+        )
+        kept._seq += len(numbers)
         await kept.flush()
     await kept.close()
 
