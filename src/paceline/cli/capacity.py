@@ -200,7 +200,7 @@ def _read(model: str) -> tuple[Path, dict[str, Any]]:
 
 def _fetched(model: str) -> Path:
     """Where a hub model is, if it is on this machine already."""
-    from paceline.cli.checks import local_model_dir
+    from paceline.cli.checks.model import local_model_dir
 
     try:
         return local_model_dir(model) or Path(model)

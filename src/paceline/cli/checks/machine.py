@@ -1,0 +1,90 @@
+"""Whether this machine has the room and the ports that a config needs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from pathlib import Path
+
+from paceline.cli.checks.model import local_model_dir
+from paceline.config import ReferenceTrainer, RunConfig
+from paceline.errors import PacelineError
+from paceline.runtime.doctor import Finding
+
+_SMALL_DISK = 512 * 2**20
+
+
+def run_dir(config: RunConfig) -> list[Finding]:
+    wanted = Path(config.run.dir).expanduser().absolute()
+    existing = next(place for place in (wanted, *wanted.parents) if place.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        return [
+            Finding(
+                "error",
+                "the run directory cannot be written",
+                f"run.dir is {wanted}; {existing} is {'not writable' if existing.is_dir() else 'no directory'}",
+                "choose another run.dir",
+            )
+        ]
+    free, needed = shutil.disk_usage(existing).free, max(_disk_needed(config), _SMALL_DISK)
+    facts = f"{free / 1e9:.1f} GB free at {existing}, about {needed / 1e9:.1f} GB needed"
+    if free < needed:
+        return [
+            Finding(
+                "error" if free < _SMALL_DISK else "warning",
+                "the disk may fill up during the run",
+                facts,
+                "free some, choose another run.dir, or lower checkpoint.keep_last",
+            )
+        ]
+    return [Finding("ok", "run directory", facts)]
+
+
+def _disk_needed(config: RunConfig) -> int:
+    """Weights and checkpoints that are kept at one time; rollouts are small beside them."""
+    from paceline.cli.trainer import versions_kept
+
+    try:
+        directory = local_model_dir(config.model.name)
+    except PacelineError:
+        return 0
+    if directory is None or not isinstance(config.trainer, ReferenceTrainer):
+        return 0
+    weights = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    kept = versions_kept(config)
+    # A checkpoint holds float32 weights and two moments of the optimizer.
+    return weights * (min(kept, config.run.max_steps) + 6 * (config.checkpoint.keep_last + 1))
+
+
+def ports(config: RunConfig) -> list[Finding]:
+    section = config.metrics.prometheus
+    if section is None:
+        return []
+    from paceline.observe.sinks import TOKEN_VARIABLE, is_loopback
+
+    if not is_loopback(section.host) and not os.environ.get(TOKEN_VARIABLE):
+        return [
+            Finding(
+                "error",
+                "the metrics endpoint would be open to other machines",
+                f"metrics.prometheus.host is {section.host!r}, and {TOKEN_VARIABLE} is not set",
+                f"set {TOKEN_VARIABLE} to a token that scrapers bring, or listen on 127.0.0.1",
+            )
+        ]
+    family = socket.AF_INET6 if ":" in section.host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((section.host, section.port))
+        except OSError as error:
+            return [
+                Finding(
+                    "error",
+                    "the port of the metrics endpoint cannot be used",
+                    f"metrics.prometheus {section.host}:{section.port}: {error.strerror}",
+                    "choose another metrics.prometheus.port, or 0 for a free one",
+                )
+            ]
+    told = f"{section.host}:{section.port} is free" if section.port else f"any free one of {section.host}"
+    return [Finding("ok", "ports", told)]
