@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import psutil
@@ -20,7 +21,8 @@ import pytest
 import paceline.cli.studies
 from paceline.cli.main import main
 from paceline.cli.studies import simulate, write_study
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError, EngineError, PacelineError
+from paceline.sim.cells import Cell
 from paceline.sim.study import load_study
 
 SMALL = """
@@ -227,7 +229,10 @@ def test_cells_that_are_done_are_kept_when_a_later_one_ends_the_study(
     assert whole.read_text("utf-8") == "of an earlier study"
 
 
-def test_cells_that_are_done_are_kept_at_ctrl_c(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_cells_that_are_done_are_kept_when_a_signal_ends_the_study(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
     text = SMALL.replace("seeds = 1", "seeds = 1000000")
     path = written(tmp_path, text)
     options = ("--processes", "2", "--out", str(tmp_path))
@@ -239,14 +244,78 @@ def test_cells_that_are_done_are_kept_at_ctrl_c(tmp_path: Path) -> None:
         while not re.search(rb"[1-9]\d*/1000000", said):
             said += os.read(study.stdout.fileno(), 1 << 16)
             assert study.poll() is None
-        study.send_signal(signal.SIGINT)
+        study.send_signal(number)
         rest, _ = study.communicate(timeout=240)
-    assert study.returncode == 130
+    assert study.returncode == code
     assert b"small-part.csv" in rest
+    assert b"did not come to its end" in rest
     rows = (tmp_path / "small-part.csv").read_text("utf-8").splitlines()
     seeds = [int(row.split(",")[2]) for row in rows[1:]]
     assert seeds  # with a gap where one was under way
     assert seeds == sorted(set(seeds))
+
+
+def test_a_cell_that_is_done_is_kept_when_the_pool_breaks_before_it_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools: list[ProcessPoolExecutor] = []
+
+    @contextmanager
+    def processes_of(count: int) -> Iterator[ProcessPoolExecutor]:
+        with ProcessPoolExecutor(count, mp_context=paceline.cli.studies.get_context("spawn")) as pool:
+            pools.append(pool)
+            yield pool
+
+    monkeypatch.setattr(paceline.cli.studies, "processes_of", processes_of)
+    monkeypatch.setattr(paceline.cli.studies, "_AHEAD", 1)
+    told: list[int] = []
+
+    def finished(cell: Cell) -> None:
+        told.append(cell.seed)
+        if len(told) == 1:
+            while pools[0]._pending_work_items:  # what is handed out is done
+                time.sleep(0.01)
+            for process in list(pools[0]._processes.values()):
+                process.kill()
+            while not pools[0]._broken:
+                time.sleep(0.01)
+
+    with pytest.raises(PacelineError, match="was killed"):
+        simulate(written(tmp_path, SMALL.replace("seeds = 1", "seeds = 9")), processes=2, finished=finished)
+    assert told == [1, 2]
+
+
+def test_the_end_of_one_study_leaves_the_processes_of_another_alone(tmp_path: Path) -> None:
+    ended: list[object] = []
+
+    def other() -> None:
+        try:
+            simulate(written(tmp_path, SMALL.replace("seeds = 1", "seeds = 30")), processes=2, finished=begun)
+        except BaseException as error:
+            ended.append(error)
+        else:
+            ended.append(None)
+
+    first = Event()
+
+    def begun(cell: Cell) -> None:
+        first.set()
+
+    thread = Thread(target=other)
+    thread.start()
+    assert first.wait(60)
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    with pytest.raises(PacelineError, match="policy 'overlap', workload 'all cut', seed 1"):
+        simulate(written(bad, CUT), processes=2)
+    thread.join(120)
+    assert ended == [None]
+
+
+def test_whatever_error_of_the_core_ends_a_cell_names_it(tmp_path: Path) -> None:
+    text = SMALL + "\n[faults]\nengine_lost_at_s = [1.0]\n"
+    with pytest.raises(EngineError, match="policy 'overlap', workload 'answers', seed 1: no engine"):
+        simulate(written(tmp_path, text), processes=1)
 
 
 def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:

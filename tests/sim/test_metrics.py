@@ -17,7 +17,7 @@ from paceline.domain.task import TaskRef
 from paceline.errors import ConfigError
 from paceline.sim.bound import Bound, lower_bound, tail_probability
 from paceline.sim.cells import Drawn
-from paceline.sim.engine import Call, EngineModel, Speed
+from paceline.sim.engine import GPUS, MODELS, Call, EngineModel, Speed, speed_of
 from paceline.sim.engine.endpoint import drive
 from paceline.sim.measure import Measure, StepSeen
 from paceline.sim.metrics import (
@@ -32,7 +32,7 @@ from paceline.sim.metrics import (
     summarize,
     tail_s,
 )
-from paceline.sim.plan import RolloutPlan
+from paceline.sim.plan import RolloutPlan, Workload
 from paceline.sim.workloads import PRESETS, Reasoning, ReasoningLengths, workload_of
 
 EVEN = Speed(
@@ -160,7 +160,9 @@ def test_gaps_are_to_the_work_of_one_step_and_to_the_trainer() -> None:
         pytest.approx(50 / 35 - 1),
         None,
     )
-    assert gaps(summary, bound, share=0.25, overlapped=True).step == pytest.approx(50 / 20 - 1)
+    together = gaps(summary, bound, share=0.25, overlapped=True)
+    assert together.step == pytest.approx(50 / 20 - 1)
+    assert together.rollout is None
     longer = msgspec.structs.replace(summary, train_s=40.0)
     assert gaps(longer, bound, share=0.25, overlapped=True).step == pytest.approx(50 / 40 - 1)
     one = msgspec.structs.replace(summary, steps=1, rollout_s=99.0)
@@ -224,18 +226,50 @@ def test_the_bound_of_even_steps_is_the_longest_path_or_the_work() -> None:
         lower_bound([1, 1, 1], [1, 1], EVEN, 1)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_no_simulated_batch_is_faster_than_the_bound(seed: int) -> None:
-    measure = Measure()
-    speed = Speed(kv_tokens=60_000, max_model_len=40_000)
+class Signalling:
+    """A workload whose groups all train."""
+
+    def __init__(self, of: Workload) -> None:
+        self._of, self.longest = of, of.longest
+
+    def plan(self, command: StartRollout, now: float) -> RolloutPlan:
+        return msgspec.structs.replace(self._of.plan(command, now), reward=float(command.rollout.member % 2))
+
+
+QWEN = speed_of(MODELS["qwen3-8b"], GPUS["H100"], gpus=1, max_model_len=40_000)
+MIXTURE = speed_of(MODELS["qwen3-30b-a3b"], GPUS["H100"], gpus=2, max_model_len=40_000)
+
+
+@pytest.mark.parametrize(
+    ("shape", "speed", "most"),
+    [
+        # Nothing but answers, in caches that are soon full.
+        (PRESETS["tailsieve"], Speed(kv_tokens=60_000, max_model_len=40_000), 256),
+        # Prompts as long as answers, which are prefilled beside what decodes.
+        (ReasoningLengths(median=300, sigma=0.4, cap=1200, prompt=300), QWEN, 64),
+        (ReasoningLengths(median=200, sigma=0.4, cap=800, prompt=600), QWEN, 32),
+        (ReasoningLengths(median=200, sigma=0.4, cap=800, prompt=300), QWEN, 16),
+        # How many experts a step reads goes by its sequences.
+        (ReasoningLengths(median=200, sigma=1.0, cap=2000, prompt=100), MIXTURE, 64),
+    ],
+    ids=["full", "even", "prompts", "few", "experts"],
+)
+def test_no_simulated_batch_is_faster_than_the_bound(
+    shape: ReasoningLengths, speed: Speed, most: int
+) -> None:
+    measure, drawn = Measure(), Drawn(Signalling(workload_of(shape, 3)))
+    speed = msgspec.structs.replace(speed, max_num_seqs=most)
     sim = simulation(
-        "tailsieve", seed=seed, batch=128, engines=2, speed=speed, train_s=0.0, scheduling=Synchronous(), lag=0,
-        max_staleness=0, admission=FixedCap(64), max_steps=4, folds=[measure],
+        workload=drawn, batch=1024, group_size=2, engines=2, speed=speed, train_s=0.0, scheduling=Synchronous(), lag=0,
+        max_staleness=0, admission=FixedCap(2 * most), max_steps=4, folds=[measure],
     )  # fmt: skip
     sim.run(steps=2)
     for seen in measure.steps:
-        bound = lower_bound([0] * len(seen.lengths), seen.lengths, speed, 2)
-        assert seen.cut - seen.began >= bound.seconds
+        plans = drawn.between(seen.began, seen.cut)
+        assert sorted(plan.sampled for plan in plans) == sorted(seen.lengths)
+        prompts, lengths = [plan.prompt for plan in plans], [plan.sampled for plan in plans]
+        bound = lower_bound(prompts, lengths, speed, 2, group_size=2)
+        assert bound.seconds <= seen.cut - seen.began < 2 * bound.seconds
 
 
 class Alike:

@@ -10,8 +10,12 @@ paceline simulate --list                           the models, GPUs and workload
 from __future__ import annotations
 
 import argparse
+import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import current_thread, main_thread
 
 from pydantic import ValidationError
 from rich.console import Console
@@ -88,19 +92,23 @@ def run(args: argparse.Namespace) -> int:
         _say_untold(study, recorded, console)
     began = time.monotonic()
     cells: list[Cell] = []
+    total = len(study.workload) * len(study.policy) * study.study.seeds
     try:
-        with Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=console,
-        ) as bar:
-            task = bar.add_task(study.study.name, total=None)
+        with (
+            _ending_at_sigterm(),
+            Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                console=console,
+            ) as bar,
+        ):
+            task = bar.add_task(study.study.name, total=total)
             simulate(
                 study,
                 processes=args.processes,
-                progress=lambda done, total: bar.update(task, completed=done, total=total),
+                progress=lambda done, _: bar.update(task, completed=done),
                 finished=cells.append,
                 folder=folder,
                 recorded=recorded,
@@ -108,9 +116,27 @@ def run(args: argparse.Namespace) -> int:
     except BaseException:
         if cells:  # they may have taken hours
             _write(_unfinished(study), cells, out, console, began)
+            console.print(f"the study did not come to its end: {len(cells):,} of {total:,} cells")
         raise
     _write(study, cells, out, console, began)
     return 0
+
+
+@contextmanager
+def _ending_at_sigterm() -> Iterator[None]:
+    """SIGTERM, by which clusters end a job, ends the study as Ctrl-C does."""
+    if current_thread() is not main_thread():
+        yield
+        return
+
+    def end(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _unfinished(study: StudyConfig) -> StudyConfig:

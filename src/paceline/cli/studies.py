@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import multiprocessing
 import os
 import signal
 from collections import deque
@@ -18,7 +17,7 @@ from tempfile import TemporaryDirectory
 from threading import Thread, current_thread, main_thread
 from typing import Any, Final
 
-from paceline.errors import ConfigError, InvariantError, NoProgressError, PacelineError, WireError
+from paceline.errors import ConfigError, InvariantError, PacelineError
 from paceline.journal import read_journal
 from paceline.journal.files import file_numbers
 from paceline.sim.calibrate import RecordedEngines
@@ -51,7 +50,7 @@ def simulate(
     """Run every policy with every workload and every seed; the cells in that order.
 
     `study` is a config or the path of its file. `processes`: how many at once; none: as many as there are cores, and 1
-    runs here. `finished` gets every cell as it is done, in that order: what there is when a later one raises, or Ctrl-C comes.
+    runs here. `finished` gets every cell, in that order: what there is when a later one raises, or Ctrl-C comes.
     Paths of recorded runs are meant relative to `folder`, or to the study's file. `recorded` are the engines of `engines.recorded` where
     they are fitted already (`engines_of_runs`). ConfigError when it cannot work; what a cell raises names it.
     """
@@ -96,25 +95,24 @@ def simulate(
 def _run_apart(jobs: Iterator[tuple[Any, ...]], count: int, add: Callable[[Cell], None]) -> None:
     """`add` gets the cells in the order of the jobs, from `count` processes. Only as many jobs are handed out as keep these busy: a
     study may have a thousand million."""
-    others = multiprocessing.active_children()
     with processes_of(count) as pool:
         running: deque[Future[Cell]] = deque()
 
         def hand_out(most: int) -> None:
-            with _no_interrupts():  # it may start a process
+            with _interrupts_later():  # it may start a process
                 running.extend(pool.submit(_run, job) for job in islice(jobs, most))
 
         try:
             hand_out(count * _AHEAD)
             while running:
-                cell = running.popleft().result()
-                hand_out(1)
+                cell = running[0].result()
+                running.popleft()
                 add(cell)
+                hand_out(1)
         except BaseException as error:
             # They would finish their cells first, which may take hours.
-            for process in multiprocessing.active_children():
-                if process not in others:
-                    process.terminate()
+            for process in list(pool._processes.values()):
+                process.terminate()
             for future in running:
                 if future.done() and not future.cancelled() and future.exception() is None:
                     add(future.result())
@@ -129,16 +127,22 @@ def processes_of(count: int) -> ProcessPoolExecutor:
 
 
 @contextmanager
-def _no_interrupts() -> Iterator[None]:
-    """What is started inside never hears of Ctrl-C, of which a terminal tells all: that is the parent's to hear."""
+def _interrupts_later() -> Iterator[None]:
+    """What is started inside never hears of Ctrl-C, of which a terminal tells all: that is the parent's to hear, when this has ended."""
     if current_thread() is not main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    heard: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    # A process inherits that a signal is blocked, and not what handles it. Another thread may hear it all the same, for us.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         signal.signal(signal.SIGINT, before)
+        if heard:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _end_with_the_parent() -> None:
@@ -158,7 +162,7 @@ def _run(job: tuple[Any, ...]) -> Cell:
     study, policy, workload, seed, folder, recorded = job
     try:
         return run_cell(study, policy, workload, seed, _journals(folder), recorded=recorded)
-    except (ConfigError, NoProgressError, InvariantError, WireError) as error:
+    except PacelineError as error:
         cell = f"policy {policy.name!r}, workload {workload.name!r}, seed {seed}"
         raise type(error)(f"{cell}: {error}") from error
 

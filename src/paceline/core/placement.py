@@ -131,7 +131,7 @@ class Placement:
         known = {
             name: (engine.calls, engine.token_s) for name, engine in self._engines.items() if engine.calls
         }
-        return {"engines": {**self._saved, **known}, "prompts": self._prompts}
+        return {"engines": {**self._saved, **known}, "prompts": dict(self._prompts)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what prefills were seen to cost."""

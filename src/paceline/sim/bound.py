@@ -4,8 +4,9 @@ Every step holds at most C tokens of KV and costs at least its fixed part, so th
 cannot be spread over fewer steps than Q / C; and no rollout is faster than alone on an engine.
 
     W = sum of sampled tokens          Q = sum of (prompt·L / group + L²/2)       S = max(Q / C, W / most sequences)
-    R = sum of (prompt·L + L²/2)       what is read: a group's prompt is held once, and read by each of it, which may be cheaper
-    work = ( S · fixed + S · overhead + W · sequence + R · kv + prefill ) / engines
+    P = sum of prompt / group          R = sum of (prompt·L + L²/2)    what is read: a group's prompt is held once, and read by each
+                                                                       of it, which may be cheaper
+    work = ( max(S · weights, (W + P) · token) + S · overhead + W · sequence + R · kv + attention of prompts ) / engines
     path = L_max · (a step alone) + kv · (prompt·L_max + L_max²/2)
     bound = max(work, path)
 
@@ -70,20 +71,29 @@ def lower_bound(
     again = 1.0 if speed.pads else speed.kv_again
     area = float((p * n / group_size + n * n / 2).sum())
     read = float((p * n * (1 + (group_size - 1) * again) / group_size + n * n / 2).sum())
-    prefill = float((p * speed.token_s + p * p / 2 * speed.attention_s).sum()) / group_size
+    prompted = float(p.sum()) / group_size
+    attention = float((p * p).sum()) / 2 * speed.attention_s / group_size
 
     def busy_s(steps: float) -> float:
         """Of all engines together."""
-        batch = min(speed.max_num_seqs, max(1.0, work / steps))
-        # Reading the weights is paid a step, computing a token; whichever is larger bounds both.
-        gemm = max(steps * speed.gemm_s(max(1, int(batch)), 0.0), work * speed.token_s)
-        return gemm + steps * speed.overhead_s + work * speed.seq_s + read * speed.kv_s + prefill
+        # Reading the weights is paid a step, computing a token, of a prompt or sampled; whichever is larger bounds both, and a step
+        # that prefills beside sequences reads the weights once for all of it.
+        gemm = max(steps * _read_s(speed, work / steps), (work + prompted) * speed.token_s)
+        return gemm + steps * speed.overhead_s + work * speed.seq_s + read * speed.kv_s + attention
 
     steps = max(area / speed.kv_tokens, work / speed.max_num_seqs)
     longest = int(np.argmax(n))
     alone = n[longest] * speed.decode_s(1) + speed.kv_s * (p[longest] * n[longest] + n[longest] ** 2 / 2)
     even = busy_s(max(steps, engines * float(n[longest])))
     return Bound(busy_s(steps) / engines, float(alone), even / engines)
+
+
+def _read_s(speed: Speed, batch: float) -> float:
+    """Seconds of a step to read weights, at least, on the mean over steps of `batch` sequences on the mean. How many experts a step reads
+    is concave in its sequences, so that steps of one and steps of as many as can be read least between them."""
+    one, most = speed.gemm_s(1, 0.0), speed.gemm_s(speed.max_num_seqs, 0.0)
+    share = (batch - 1.0) / max(1, speed.max_num_seqs - 1)
+    return one + min(1.0, max(0.0, share)) * (most - one)
 
 
 def tail_probability(share: float, rollouts: int) -> float:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from math import inf
 from time import process_time
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -229,8 +228,8 @@ def run_cell(
     if points:
         numbers["ramp_s"] = ramp_s([p.at for p in points], [p.sampled for p in points], section.skip_seconds)
     ends = [seen.trained for seen in measure.steps if seen.trained is not None]
-    gaps = [b - a for a, b in zip([0.0, *ends], ends, strict=False)][section.skip_steps :]
-    return Cell(policy.name, workload.name, seed, numbers, points, tuple(gaps))
+    step_s = [b - a for a, b in zip([0.0, *ends], ends, strict=False)][section.skip_steps :]
+    return Cell(policy.name, workload.name, seed, numbers, points, tuple(step_s))
 
 
 class _Before(msgspec.Struct, frozen=True):
@@ -238,11 +237,10 @@ class _Before(msgspec.Struct, frozen=True):
 
     at: float = 0.0
     sampled: int = 0
-    lost: int = 0
 
     @classmethod
     def of(cls, simulation: Simulation, measure: Measure) -> _Before:
-        return cls(simulation.now, sum(measure.drawn_lengths), sum(measure.lost_tokens.values()))
+        return cls(simulation.now, sum(measure.drawn_lengths))
 
 
 def _numbers(
@@ -302,9 +300,10 @@ def _numbers(
             group_size=setup.train[0].group_size,
         )
         found = gaps(summary, bound, share=trained / summary.steps / len(plans), overlapped=setup.lag > 0)
-        numbers |= {"bound_s": found.bound_s, "gap": found.rollout, "step_gap": found.step}
-        if found.even is not None:
-            numbers["even_gap"] = found.even
+        numbers |= {"bound_s": found.bound_s, "step_gap": found.step}
+        numbers |= {
+            name: gap for name, gap in (("gap", found.rollout), ("even_gap", found.even)) if gap is not None
+        }
     return numbers
 
 
@@ -390,6 +389,3 @@ def paired(cells: Sequence[Cell], better: str, base: str, name: str, workload: s
     ours, theirs = of(better), of(base)
     ratios = [theirs[seed] / ours[seed] for seed in ours if seed in theirs and ours[seed]]
     return Spread(*confidence(ratios)) if ratios else None
-
-
-Numbers = Mapping[str, Any]

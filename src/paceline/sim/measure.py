@@ -62,7 +62,7 @@ class Measure:
         self.sampled = 0
         """Tokens sampled by rollouts that have ended."""
         self.lost_tokens: dict[str, int] = {}
-        """Tokens of rollouts that did not train, by fate."""
+        """Tokens of rollouts that did not train, by fate; those of attempts that were tried again as `failed`."""
         self.latencies: list[float] = []
         """Seconds from the first start of a group to its last end."""
         self.waits: list[float] = []
@@ -72,6 +72,11 @@ class Measure:
         self.turns = 0
         self._lengths: dict[RolloutId, tuple[int, float, int]] = {}
         self._groups: dict[GroupId, tuple[float, float]] = {}
+        """First start and last end so far, of those that are open."""
+        self._moved: dict[tuple[GroupId, int], GroupId] = {}
+        """(group of the id, member) -> the group that it goes on in."""
+        self._split: dict[GroupId, list[tuple[GroupId, int]]] = {}
+        """Those that went on in each."""
         self._began: float | None = None
         self._put_off = 0
         self._draws = _Draws()
@@ -87,13 +92,13 @@ class Measure:
             for seen in reversed(self.steps):
                 if seen.step == event.step:
                     seen.trained = at
-                    seen.train_s = event.metrics.get("seconds", 0.0)
+                    seen.train_s = event.metrics.get("step_s", 0.0)
         for command in commands:
             if isinstance(command, do.StartRollout):
                 self._draws.start(at, command)
                 if self._began is None:
                     self._began = at
-                self._groups.setdefault(command.rollout.group, (at, at))
+                self._groups.setdefault(self._group_of(command.rollout), (at, at))
                 self._put_off -= command.put_off > 0 and not command.rollout.attempt
             elif isinstance(command, do.PutOff):
                 self._put_off += command.size
@@ -104,6 +109,19 @@ class Measure:
                 self._throw_away("stale", command)
             elif isinstance(command, do.NoteDiscarded):
                 self._throw_away("discarded", command)
+            elif isinstance(command, do.NoteRetry):
+                known = self._lengths.pop(command.rollout, None)
+                if known is not None:
+                    self._lose("failed", known[0])
+            elif isinstance(command, do.SplitGroup):
+                self._groups[command.rest] = self._groups.get(command.group, (at, at))
+                members = [(rollout.group, rollout.member) for rollout in command.rollouts]
+                self._split[command.rest] = members
+                self._moved |= dict.fromkeys(members, command.rest)
+            elif isinstance(command, do.ForgetGroup):
+                self._groups.pop(command.group, None)
+                for member in self._split.pop(command.group, ()):
+                    self._moved.pop(member, None)
 
     def _rollout_ended(self, at: float, event: on.RolloutEnded) -> None:
         rollout = event.rollout
@@ -122,8 +140,12 @@ class Measure:
         self._lengths[rollout.id] = tokens, at, len(versions)
         if outcome.ending in ("completed", "truncated"):
             self.drawn_lengths.append(tokens)
-        first, _ = self._groups.get(rollout.id.group, (rollout.started, at))
-        self._groups[rollout.id.group] = first, at
+        group = self._group_of(rollout.id)
+        first, _ = self._groups.get(group, (rollout.started, at))
+        self._groups[group] = first, at
+
+    def _group_of(self, rollout: RolloutId) -> GroupId:
+        return self._moved.get((rollout.group, rollout.member), rollout.group)
 
     def _group_processed(self, event: on.GroupProcessed) -> None:
         result = event.result

@@ -33,7 +33,8 @@ class Summary(msgspec.Struct, frozen=True):
     step_s: float
     """Seconds from step to step."""
     rollout_s: float
-    """Mean seconds from a batch's first start to its cut."""
+    """Mean seconds from the first start after the batch before it was cut, to its own cut. Where rollouts of the next batch are under
+    way by then, it is the time between two batches, and less than that of the rollouts."""
     train_s: float
     """Mean seconds of the trainer for a batch, as it says itself."""
     tail_s: float
@@ -47,11 +48,11 @@ class Summary(msgspec.Struct, frozen=True):
     mixed_share: float
     """Trained rollouts that more than one version sampled."""
     group_s: float
-    """Median seconds from a group's first start to its last end."""
+    """Median seconds from a group's first start to its last end; of the whole run, as the two below."""
     gate_s: float
     """Mean seconds that a rollout waited at the turn gate."""
     wasted_share: float
-    """Tokens of rollouts that ended and did not train, by those that did; evals and what waits left out."""
+    """Tokens of attempts that ended and did not train, by those that did; evals and what waits left out."""
 
 
 def counted_steps(measure: Measure, skip: int = 0) -> list[StepSeen]:
@@ -166,8 +167,8 @@ class Gaps(msgspec.Struct, frozen=True):
 
     bound_s: float
     """The work bound of as many rollouts as a step trains."""
-    rollout: float
-    """Of the rollouts of a step."""
+    rollout: float | None
+    """Of the rollouts of a step; None where the run overlaps, and a step has none of its own."""
     step: float
     """Of steps as wholes: the trainer works beside the rollouts where the run overlaps, and after them where it does not."""
     even: float | None
@@ -180,7 +181,8 @@ def gaps(summary: Summary, bound: Bound, *, share: float, overlapped: bool) -> G
     work_s = share * bound.work_s
     step_s = bound.step_s(summary.train_s, share=share, overlapped=overlapped)
     even = summary.rollout_s / bound.even_s - 1.0 if summary.steps == 1 else None
-    return Gaps(work_s, summary.rollout_s / work_s - 1.0, summary.step_s / step_s - 1.0, even)
+    rollout = None if overlapped else summary.rollout_s / work_s - 1.0
+    return Gaps(work_s, rollout, summary.step_s / step_s - 1.0, even)
 
 
 class EngineUse(msgspec.Struct, frozen=True):

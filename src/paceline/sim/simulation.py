@@ -29,7 +29,7 @@ from paceline.domain.rollout import Finish, Outcome
 from paceline.sim.collecting import rare_collections
 from paceline.sim.engine.calls import Call
 from paceline.sim.engine.endpoint import Endpoint
-from paceline.sim.faults import FAILED_CALL, FAILED_CALL_S, Faults
+from paceline.sim.faults import FAILED_CALL, Faults
 from paceline.sim.plan import Workload
 from paceline.sim.records import blank_samples
 from paceline.sim.rollouts import SimRollout
@@ -174,7 +174,7 @@ class Simulation:
     def _do_StartRollout(self, command: do.StartRollout) -> None:
         plan = self.workloads[command.task.env].plan(command, self.now)
         rollout = self.running[command.rollout] = SimRollout(command, plan, self.now)
-        fault = self._faults.of_attempt(command.rollout, len(plan.turns))
+        fault = self._faults.of_attempt(command.noise_seed, command.rollout.attempt, len(plan.turns))
         if fault is not None:
             rollout.failure, rollout.failure_at = fault
         wait = plan.start_s + (plan.turns[0][0] if plan.turns else 0.0)
@@ -245,9 +245,14 @@ class Simulation:
             references=self._siblings.references(rollout),
             reusable=None if start is None else start.found,
         )
-        if self._faults.of_call(rollout.command.rollout, rollout.position, rollout.segments):
-            self.at(self.now + FAILED_CALL_S, self._failed_call, rollout, call, command.engine)
-            return
+        if self._faults.model.call:
+            started = rollout.command
+            fails_in_s = self._faults.of_call(
+                started.noise_seed, started.rollout.attempt, rollout.position, rollout.segments
+            )
+            if fails_in_s is not None:
+                self.at(self.now + fails_in_s, self._failed_call, rollout, call, command.engine)
+                return
         if self._shared_kv_s is not None and rollout.segments + rollout.position > 1:
             there = rollout.context if start is None else start.kept
             if there:
@@ -317,8 +322,6 @@ class Simulation:
                 self.at(self.now + wait, self._begin_turn, rollout)
             else:
                 self._begin_turn(rollout)
-        elif rollout.failure is not None and rollout.position <= rollout.failure_at:
-            self._end(rollout, rollout.failure)
         elif plan.score_s > 0.0:
             self.at(self.now + plan.score_s, self._end, rollout, plan.outcome)
         else:

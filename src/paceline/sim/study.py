@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -183,7 +182,7 @@ class StudySection(FiniteSection):
     name: str = Field(default="study", max_length=60, pattern=r"^\w[\w.-]*$")
     """Name of the files that are written: at most 60 letters, digits, `_`, `-` and `.`."""
     seeds: int = Field(default=5, ge=1)
-    """Seeds; all policies meet the same rollouts under one."""
+    """Seeds; all policies meet the same tasks under one."""
     first_seed: int = Field(default=1, ge=0)
     """The first of them."""
     steps: int | None = Field(default=None, ge=1)
@@ -494,6 +493,3 @@ def load_study(path: Path, overrides: tuple[str, ...] = ()) -> StudyConfig:
                 raise ConfigError(f"workload {workload.name!r}: no run at {env.journal!r}")
     study.check()
     return study
-
-
-Results = Mapping[str, Any]

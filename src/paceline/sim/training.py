@@ -61,7 +61,7 @@ class Training:
     def _step_trained(self, step: int, seconds: float) -> None:
         simulation = self._simulation
         self.trained = step
-        simulation.post(on.StepTrained(step, {"seconds": seconds}))
+        simulation.post(on.StepTrained(step, {"step_s": seconds}))
         if self._trainer.publish_s:
             simulation.at(simulation.now + self._trainer.publish_s, self._publish, step)
         else:

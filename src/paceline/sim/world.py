@@ -38,7 +38,7 @@ class WeightsModel(FiniteSection):
 
 
 class FaultModel(FiniteSection):
-    """What goes wrong. Each draw is keyed by what it is for, so that policies meet the same faults."""
+    """What goes wrong. Each draw is keyed by what it is for, so that a rollout meets the same faults under every policy."""
 
     infrastructure: float = Field(default=0.0, ge=0, le=1)
     """Share of attempts that a sandbox or a network ends, at some turn."""

@@ -163,10 +163,6 @@ class EngineModel:
             generated_tokens=round(self.generated),
         )
 
-    @property
-    def running_tokens(self) -> float:
-        return self._tokens
-
     # ── time ──
 
     def _run_to(self, now: float) -> None:

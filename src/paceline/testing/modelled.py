@@ -32,7 +32,7 @@ from paceline.envs.protocol import (
 from paceline.errors import EngineError
 from paceline.ports import GenerateReply, GenerateRequest
 from paceline.sim.engine import Call, Endpoint, EngineModel, Speed
-from paceline.sim.faults import FAILED_CALL, FAILED_CALL_S, FAILED_LOAD, Faults
+from paceline.sim.faults import FAILED_CALL, FAILED_LOAD, Faults
 from paceline.sim.plan import RolloutPlan, Start, Workload
 from paceline.sim.records import blank_ids, blank_logprobs
 from paceline.sim.world import WeightsModel
@@ -53,8 +53,8 @@ class Book:
         """Where the turn under way began, if not behind the turn before, until it has sampled anything."""
         self.conversations: dict[RolloutId, int] = {}
         """To which it belongs, but for 0."""
-        self.turns: dict[RolloutId, tuple[int, int]] = {}
-        """(number of the turn under way, requests of it so far)."""
+        self.turns: dict[RolloutId, tuple[int, int, int]] = {}
+        """(noise, number of the turn under way, requests of it so far)."""
 
 
 class ModelledEnv(Environment):
@@ -73,7 +73,7 @@ class ModelledEnv(Environment):
         command = StartRollout(ctx.rollout, task.ref, ctx.group_seed, ctx._noise_seed, "", 0)
         plan = book.workloads[env].plan(command, 0.0)
         book.plans[ctx.rollout] = env, plan
-        fault = book.faults.of_attempt(ctx.rollout, len(plan.turns))
+        fault = book.faults.of_attempt(ctx._noise_seed, ctx.rollout.attempt, len(plan.turns))
         if plan.start_s:
             await ctx.sleep(plan.start_s)
         turns = zip(plan.turns, _prompts(plan, book, ctx.rollout), strict=True)
@@ -82,7 +82,7 @@ class ModelledEnv(Environment):
                 await ctx.sleep(wait)
             if fault is not None and fault[1] == number:
                 raise _raised(fault[0])
-            book.turns[ctx.rollout] = number, 0
+            book.turns[ctx.rollout] = ctx._noise_seed, number, 0
             book.left[ctx.rollout] = sampled
             await model.generate(ids, max_tokens=sampled)
         if plan.score_s:
@@ -163,10 +163,11 @@ class ModelledEngine:
 
     async def generate(self, request: GenerateRequest) -> GenerateReply:
         rollout = parse_rollout_id(request.request_id.rpartition(".t")[0])
-        turn, requests = self._book.turns[rollout]
-        self._book.turns[rollout] = turn, requests + 1
-        if self._book.faults.of_call(rollout, turn, requests + 1):
-            await asyncio.sleep(FAILED_CALL_S)
+        noise, turn, requests = self._book.turns[rollout]
+        self._book.turns[rollout] = noise, turn, requests + 1
+        fails_in_s = self._book.faults.of_call(noise, rollout.attempt, turn, requests + 1)
+        if fails_in_s is not None:
+            await asyncio.sleep(fails_in_s)
             raise EngineError(FAILED_CALL)
         left = self._book.left[rollout]
         most = min(left, request.sampling.max_tokens)

@@ -193,6 +193,33 @@ def test_it_ramps_within_two_minutes_and_keeps_to_the_good_side_of_the_cliff() -
     assert len(trace.parked) < 0.02 * trace.completed
 
 
+@pytest.mark.parametrize("poll_s", [4.0, 30.0])
+def test_it_does_as_well_with_readings_that_come_at_other_intervals(poll_s: float) -> None:
+    """What it adds up between two readings is by the time between them, whatever that is."""
+    every_five = ClosedLoop(PredictiveCap(), swe_small(6.0), seed=3)
+    every_five.run(2400)
+    loop = ClosedLoop(PredictiveCap(), swe_small(6.0), seed=3, poll_s=poll_s)
+    loop.run(2400)
+    assert loop.goodput(600) > 0.93 * every_five.goodput(600)
+
+
+@pytest.mark.parametrize("every_s", [1.0, 4.0, 5.0, 10.0, 30.0])
+def test_calls_under_way_are_a_mean_over_time_also_after_a_silence(every_s: float) -> None:
+    admission, engine = PredictiveCap(Bounds()), Held(active=10)
+    engine.calls, engine.calling_tokens = 10, 10_000
+    admission.joined(EngineInfo("e0", 100_000, 1000))
+    state, now = admission["e0"], 0.0
+    for number in range(10):
+        admission.turn_granted(engine, flight(number=number), now)  # type: ignore[arg-type]
+    for _ in range(int(300 / every_s)):
+        now += every_s
+        admission.observe(engine, load(0.1, running=10), now)  # type: ignore[arg-type]
+    assert state.pinned == pytest.approx(10.0, rel=0.01)
+    admission.observe(engine, None, now + 100.0)  # type: ignore[arg-type]
+    admission.observe(engine, load(0.1, running=10), now + 105.0)  # type: ignore[arg-type]
+    assert state.pinned == pytest.approx(10.0, rel=0.01)
+
+
 def test_several_engines_have_a_cap_each() -> None:
     loop = ClosedLoop(PredictiveCap(), swe_small(6.0), seed=1, engines=2)
     loop.run(900)
@@ -210,6 +237,20 @@ def test_what_it_learnt_survives_a_restart() -> None:
     assert later.admission.cap("e0") > 15
     trace = later.run(300)
     assert trace.samples[4].active > 15
+
+
+def test_the_latest_waits_and_the_longest_rollouts_survive_a_restart() -> None:
+    env = EnvStats()
+    for number in range(1324):
+        env.asked(1, 100, 10, float(number))
+    env.asked(20, 5000, 10, 1324.0)  # of a rollout that went on after an earlier restart
+    again = EnvStats()
+    again.restore(msgspec.msgpack.decode(msgspec.msgpack.encode(env.snapshot())))
+    assert list(again._waits) == [float(number) for number in range(1325 - 256, 1325)]
+    assert again._reached[20] == 1.0
+    # What lies behind a gap says nothing of how contexts grow up to there.
+    seen = env.profile(longest=10_000.0, now=0.0)
+    assert np.isfinite([seen.turns, seen.context, seen.sd]).all()
 
 
 def test_state_of_another_controller_is_ignored() -> None:

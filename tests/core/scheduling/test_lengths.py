@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from paceline.core.scheduling.lengths import EnvLengths, Prediction, hazard_of
+from paceline.core.scheduling.lengths import WINDOW, EnvLengths, Prediction, hazard_of
 
 
 def draw(
@@ -120,6 +120,26 @@ def test_the_hazard_is_finite_far_out() -> None:
     assert values == sorted(values)
     assert hazard_of(0.0) == pytest.approx(math.sqrt(2 / math.pi))
     assert hazard_of(8.01) == pytest.approx(8.01 + 1 / 8.01, rel=1e-3)
+
+
+def test_groups_that_were_open_for_long_are_forgotten_when_they_have_closed() -> None:
+    lengths = EnvLengths()
+    for group in range(1000):
+        lengths.opened(group)
+        lengths.end(group, 0, 100 + group % 7, is_runaway=False)
+    assert len(lengths._groups) == 1000
+    for group in range(1000):
+        lengths.closed(group)
+    for group in range(1000, 1003):
+        lengths.opened(group)
+        lengths.end(group, 0, 100, is_runaway=False)
+    # The latest that closed, and those that are open.
+    assert sorted(lengths._groups) == list(range(1000 - WINDOW, 1003))
+    lengths.opened(999)
+    for group in range(1000, 1500):
+        lengths.end(group, 0, 100, is_runaway=False)
+        lengths.closed(group)
+    assert 999 in lengths._groups
 
 
 def test_it_goes_on_from_a_snapshot() -> None:

@@ -77,7 +77,6 @@ class EngineCap:
             "the least, until the engine says how much it holds" if start is None else "where it began"
         )
         self.burst = Burst(bounds.group)
-        self.capacity: int | None = None
         self.turnover = 0.0
         """Completions over rollouts in flight, added up: 1 when about everything has been replaced once."""
         self.growth_until = float("-inf")
@@ -205,9 +204,7 @@ class AdaptiveCap(Admission):
         return state
 
     def joined(self, info: EngineInfo) -> None:
-        state = self[info.id]
-        state.capacity = info.kv_tokens
-        state.bootstrap(info)
+        self[info.id].bootstrap(info)
 
     def observe(self, engine: Holdings, load: EngineLoad | None, now: float) -> None:
         state = self[engine.id]

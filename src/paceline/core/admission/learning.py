@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from copy import deepcopy
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -70,7 +72,6 @@ class EnvStats:
         "_sampled_sq",
         "_turns",
         "_waits",
-        "_waits_at",
         "durations",
         "ended",
         "seen",
@@ -84,8 +85,7 @@ class EnvStats:
         """By number of turns: rollouts that ended after so many. Those in flight are in neither: censored."""
         self._context = np.zeros(64)
         self._context_sq = np.zeros(64)
-        self._waits: list[float] = []
-        self._waits_at = 0
+        self._waits: deque[float] = deque(maxlen=WAITS)
         self.waiting: dict[RolloutId, float] = {}
         """When the rollouts whose next turn has not been asked for came back from their last call."""
         self._outside = 0.0
@@ -114,11 +114,7 @@ class EnvStats:
         self._outside += wait_s
         if turn:
             self._observed += max(0, observed)
-            if len(self._waits) < WAITS:
-                self._waits.append(wait_s)
-            else:
-                self._waits[self._waits_at] = wait_s
-                self._waits_at = (self._waits_at + 1) % WAITS
+            self._waits.append(wait_s)
 
     def sampled(self, tokens: int, *, whole: bool) -> None:
         """A segment came back; `whole`: with it the turn is done."""
@@ -196,7 +192,8 @@ class EnvStats:
         """The posterior means. `longest`: tokens of the longest context, at which a rollout ends at the latest."""
         reached = self._reached
         waits, slower_s = self._waits_by(now)
-        known = int(np.count_nonzero(reached > 0.5)) or 1
+        # Turns that follow each other from the first: one that went on after a restart may be far beyond them.
+        known = int(np.argmin(np.append(reached > 0.5, False))) or 1
         context = self._context[:known] / np.maximum(reached[:known], 1e-9)
         variance = np.maximum(self._context_sq[:known] / np.maximum(reached[:known], 1e-9) - context**2, 0.0)
         sampled = self._sampled / max(1.0, self._turns)
@@ -269,12 +266,12 @@ class EnvStats:
         return np.clip(hazard, 0.0, 1.0)
 
     def snapshot(self) -> dict[str, Any]:
-        size = int(np.count_nonzero(self._reached > 0.0)) + 1
+        size = int(np.flatnonzero(self._reached > 0.0).max(initial=0)) + 2
         arrays = ("_reached", "_ended", "_context", "_context_sq")
         return {
             **{name: getattr(self, name)[:size].tolist() for name in arrays},
             **{name: getattr(self, name) for name in _SAVED},
-            "_waits": self._waits[-WAITS // 4 :],
+            "_waits": list(self._waits)[-WAITS // 4 :],
             "durations": self.durations[-MEMORY // 4 :],
         }
 
@@ -284,7 +281,7 @@ class EnvStats:
             setattr(self, name, np.concatenate([saved, np.zeros(64)]))
         for name in _SAVED:
             setattr(self, name, state[name])
-        self._waits, self.durations = list(state["_waits"]), list(state["durations"])
+        self._waits, self.durations = deque(state["_waits"], WAITS), list(state["durations"])
 
 
 _SAVED: Final = (
@@ -401,7 +398,8 @@ class SpeedFit:
         return Speed(float(max(fixed, 1e-9)), float(seq), float(token), float(prefill))
 
     def snapshot(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
+        # Lists are copied: the checkpoint is written while this goes on.
+        return {name: deepcopy(getattr(self, name)) for name in self.__slots__}
 
     def restore(self, state: dict[str, Any]) -> None:
         for name in self.__slots__:

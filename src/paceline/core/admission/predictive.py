@@ -8,7 +8,7 @@ flights ─▶ forecast.room_for ───────────────�
 
 from __future__ import annotations
 
-from math import exp, sqrt
+from math import exp, isfinite, sqrt
 from typing import Any, Final
 
 import msgspec
@@ -26,10 +26,12 @@ from paceline.domain.load import EngineInfo, EngineLoad
 ENOUGH_TURNS: Final = 30
 """Turns (or a quarter as many whole rollouts) after which the model is believed."""
 READ_S: Final = 5.0
-"""Seconds between readings that are looked at: in less, too little happens to learn from."""
+"""Least seconds between readings that are looked at: in less, too little happens to learn from. They may come more rarely."""
 ENOUGH_WINDOWS: Final = 3
 SMOOTH_S: Final = 20.0
 """Time constant of the cap: readings come every few seconds, and the model flutters with them."""
+PINNED_S: Final = 22.4
+"""Time constant of the calls under way."""
 USABLE: Final = 0.97
 """Share of the KV cache that running calls may be reckoned to fill: the last block of each call is half empty."""
 GUIDE: Final = 0.03
@@ -97,6 +99,7 @@ class _Engine:
         "shed_at",
         "silent",
         "starts",
+        "summed_from",
         "tokens",
         "tokens_ever",
         "tokens_sum",
@@ -131,8 +134,10 @@ class _Engine:
         self.last = 0.0
         self.calls = 0
         self.tokens = 0
+        self.summed_from: float | None = None
+        """Since when the sums below count: the last reading that came, or the first call."""
         self.busy_s = 0.0
-        """Since the last reading: seconds with a call under way."""
+        """Since then: seconds with a call under way."""
         self.batch_sum = 0.0
         """Since then: integral of calls over time."""
         self.tokens_sum = 0.0
@@ -230,6 +235,8 @@ class PredictiveCap(Admission):
     def turn_granted(self, engine: Holdings, flight: Flight, now: float) -> None:
         state = self[engine.id]
         state.advance(now)
+        if state.summed_from is None:
+            state.summed_from = now
         state.calls, state.tokens = engine.calls, engine.calling_tokens
         # What it should have to prefill, put right when it is known: the calls beside it feel it now.
         flight.cold = flight.kv_version not in (None, engine.held)
@@ -303,6 +310,7 @@ class PredictiveCap(Admission):
         state.burst.roll(now)
         if now < state.read_at + READ_S - 1e-6:
             return
+        passed = now - state.read_at if isfinite(state.read_at) else READ_S
         state.read_at = now
         if load is None:
             self._silence(state, engine)
@@ -310,7 +318,7 @@ class PredictiveCap(Admission):
         state.silent, state.outside = 0, None
         preempted = state.preemptions.growth(load.preemptions)
         self._learn_capacity(state, engine, load)
-        self._learn_speed(state, load)
+        self._learn_speed(state, load, now)
         for env in self._envs.values():
             env.fade()
         capacity, limit = state.capacity, state.limit
@@ -327,7 +335,7 @@ class PredictiveCap(Admission):
         yields = solve(heavier, speed, capacity * USABLE, self._bounds.most, self._risk)
         state.limit = limit = self._moved(state, limit, yields, profile, now)
         self._guide(state, engine, load, yields.hits_at(limit), yields.hits_at(engine.active), preempted, now)
-        self._look_ahead(state, engine, profile, limit, capacity, now)
+        self._look_ahead(state, engine, profile, limit, capacity, passed, now)
         state.cached = state.prefix = 0
 
     def _learn_capacity(self, state: _Engine, engine: Holdings, load: EngineLoad) -> None:
@@ -339,7 +347,7 @@ class PredictiveCap(Admission):
         known = state.capacity
         state.capacity = guess if known is None else known + 0.1 * (guess - known)
 
-    def _learn_speed(self, state: _Engine, load: EngineLoad) -> None:
+    def _learn_speed(self, state: _Engine, load: EngineLoad, now: float) -> None:
         """A window from what the engine counted since the last reading, or else from what was seen of it."""
         generated = state.generated.growth(load.generated_tokens)
         missed = state.missed.growth(load.prefix_queries - load.prefix_hits)
@@ -348,8 +356,10 @@ class PredictiveCap(Admission):
         if not load.prefix_queries:
             missed = int(state.prefilled)
         busy = state.busy_s
-        calls = state.batch_sum / READ_S
-        state.pinned += 0.2 * (calls - state.pinned)
+        since, state.summed_from = state.summed_from, now
+        if since is not None and now > since:
+            calls = state.batch_sum / (now - since)
+            state.pinned += (1.0 - exp((since - now) / PINNED_S)) * (calls - state.pinned)
         if busy > 0.0 and generated > 0:
             batch = state.batch_sum / busy
             tokens = state.tokens_sum / busy + batch * state.half_call
@@ -434,9 +444,17 @@ class PredictiveCap(Admission):
         return 1.0 - sum(env.new_tokens for env in self._envs.values()) / prompts if prompts else 1.0
 
     def _look_ahead(
-        self, state: _Engine, engine: Holdings, profile: Profile, limit: float, capacity: float, now: float
+        self,
+        state: _Engine,
+        engine: Holdings,
+        profile: Profile,
+        limit: float,
+        capacity: float,
+        passed: float,
+        now: float,
     ) -> None:
-        """How many may start until the next reading, going by the rollouts that are really there."""
+        """How many may start until the next reading, going by the rollouts that are really there; readings come every `passed`
+        seconds."""
         flights = [f for f in engine.flights.values() if not f.parked]
         pace = state.sampled / state.seconds if state.seconds else 0.0
         contexts = np.array([f.context + (now - f.granted_at) * pace * f.calling for f in flights])
@@ -460,11 +478,11 @@ class PredictiveCap(Admission):
             bound=min(steady + swing, most),
             now=now,
         )
-        self._pace(state, durations, min(limit, limit * most / steady))
+        self._pace(state, durations, min(limit, limit * most / steady), passed)
         state.sampled *= 0.9
         state.seconds *= 0.9
 
-    def _pace(self, state: _Engine, durations: list[float], most: float) -> None:
+    def _pace(self, state: _Engine, durations: list[float], most: float, passed: float) -> None:
         """Rollouts that all last equally long would go through the cache in waves for ever, as they were started: then
         they start evenly spread, as many in a lifetime as the engine holds, `most`. The forecast would say go and stop."""
         state.even = None
@@ -474,7 +492,7 @@ class PredictiveCap(Admission):
         spread = sqrt(sum((d - mean) ** 2 for d in durations) / len(durations)) / mean
         if spread < REGULAR:
             state.even = most
-            a_reading = READ_S * most / mean
+            a_reading = passed * most / mean
             state.credit = min(state.credit + a_reading * (1.0 + spread), 2.0 * a_reading + 1.0)
             state.starts = state.credit
 

@@ -13,7 +13,6 @@ of raw lengths at one checkpoint to be the prompt's.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from statistics import NormalDist
 from typing import Any, Final, NamedTuple
 
@@ -177,9 +176,11 @@ class EnvLengths:
         self.version = 0
         """Changes with the parameters, all at once: until then the prediction for a group changes only with what is told of
         its members."""
-        self._groups: OrderedDict[GroupId, _Group] = OrderedDict()
+        self._groups: dict[GroupId, _Group] = {}
         self._open: set[GroupId] = set()
         """Groups that are not forgotten."""
+        self._closed: dict[GroupId, None] = {}
+        """Those of `_groups` that may be, the one to go first first."""
         self._since = 0
         self._refit = REFIT
         self._runaway, self._limit, self._limited = self.runaway, self.limit, False
@@ -201,10 +202,14 @@ class EnvLengths:
     def opened(self, group: GroupId) -> None:
         """Do not forget this group until it is closed."""
         self._open.add(group)
+        self._closed.pop(group, None)
 
     def closed(self, group: GroupId) -> None:
         """No member of it is to come."""
-        self._open.discard(group)
+        if group in self._open:
+            self._open.remove(group)
+            if group in self._groups:
+                self._closed[group] = None
 
     def running(self, group: GroupId, member: int, tokens: int) -> bool:
         """A member runs and has sampled this much; whether that changes what is predicted of its group."""
@@ -346,9 +351,11 @@ class EnvLengths:
         of = self._groups.get(group)
         if of is None:
             of = self._groups[group] = _Group()
-            if len(self._groups) > WINDOW + len(self._open):
-                old = next(number for number in self._groups if number not in self._open)
-                del self._groups[old]
+            if group not in self._open:
+                self._closed[group] = None
+            while len(self._closed) > WINDOW:
+                old = next(iter(self._closed))
+                del self._closed[old], self._groups[old]
                 self._known.pop(old, None)
         return of
 
