@@ -87,6 +87,7 @@ reproduce: setup  ## simulate what papers report of scheduling; writes docs/benc
 
 docs: setup  ## write the generated reference
 	$(BIN)/paceline config reference > docs/reference/config.md
+	$(BIN)/paceline config reference --study > docs/reference/study.md
 
 clean:  ## remove what was made here, runs excepted
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from paceline.cli.checks import checks_of
+from paceline.cli.main import main
 from paceline.config import RunConfig
 from paceline.config.load import load
 from paceline.config.reference import markdown
 from paceline.runtime.doctor import Finding
+from paceline.sim.page import COLUMNS, MEANINGS
 from paceline.sim.study import load_study
 
 ROOT = Path(__file__).parent.parent
@@ -94,6 +96,19 @@ def test_every_config_loads_strictly(page: Path, tmp_path: Path) -> None:
 def test_the_reference_of_options_is_up_to_date() -> None:
     written = (ROOT / "docs" / "reference" / "config.md").read_text(encoding="utf-8")
     assert written == markdown(RunConfig), "make docs writes it anew"
+
+
+def test_the_reference_of_studies_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "reference", "--study"]) == 0
+    written = (ROOT / "docs" / "reference" / "study.md").read_text(encoding="utf-8")
+    assert written == capsys.readouterr().out, "make docs writes it anew"
+
+
+def test_every_number_that_a_study_shows_is_explained() -> None:
+    assert list(MEANINGS) == list(COLUMNS)
+    guide = (ROOT / "docs" / "simulator.md").read_text(encoding="utf-8")
+    for name, title in COLUMNS.items():
+        assert f"| {title} | `{name}` | {MEANINGS[name]} |" in guide
 
 
 @pytest.fixture

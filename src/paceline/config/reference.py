@@ -50,14 +50,12 @@ def groups(model: type[BaseModel]) -> tuple[Group, ...]:
     return tuple(_groups(model, "", (), _doc(model), None, frozenset()))
 
 
-def markdown(model: type[BaseModel], title: str = "Configuration") -> str:
-    """The reference as a Markdown document. The same models give the same bytes."""
-    lines = [
-        f"# {title}",
-        "",
-        'Every key, by section. `"none"` stands for no value. On the command line a key is a flag:'
-        " `--batch.seq-len 4096`, `--env.0.weight 2`; `--no-` before a switch turns it off.",
-    ]
+_FLAGS = " On the command line a key is a flag: `--batch.seq-len 4096`, `--env.0.weight 2`; `--no-` before a switch turns it off."
+
+
+def markdown(model: type[BaseModel], title: str = "Configuration", more: str = _FLAGS) -> str:
+    """The reference as a Markdown document. The same models give the same bytes. `more` follows its first sentences."""
+    lines = [f"# {title}", "", f'Every key, by section. `"none"` stands for no value.{more}']
     for group in groups(model):
         lines += ["", f"## `{group.header}`" if group.header else "## Top level"]
         if group.meaning:

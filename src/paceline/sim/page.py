@@ -30,6 +30,28 @@ COLUMNS: Mapping[str, str] = {
 }
 """Numbers of the table, in order, and what they are called."""
 
+MEANINGS: Mapping[str, str] = {
+    "goodput": "tokens of batches that were trained, a second",
+    "ended_per_s": "tokens of rollouts that ended by themselves, a second; they may have trained or not",
+    "step_s": "seconds from step to step",
+    "rollout_s": "seconds from a batch's first start to its cut; where rollouts of the next batch are under way by then, between two cuts",
+    "tail_s": "seconds in which the last tenth of a batch's rollouts ends",
+    "idle": "share of the engines' time with nothing to compute",
+    "kv_use": "share of their KV cache that running requests held, on the mean",
+    "preemptions": "requests that were thrown out of a full cache and computed again",
+    "prefix_hits": "share of prompt tokens that were cached",
+    "tokens_per_pass": "tokens of a sequence in a pass of the model; more than one where engines speculate",
+    "wasted_share": "tokens of rollouts that ended and did not train, by tokens that did; it may be above 100%",
+    "length_mean": "mean length of what was trained, by that of what was drawn",
+    "length_cap_share": "share of the longest answers among the trained",
+    "staleness_mean": "steps from the oldest token of a rollout to the step that trained it, mean",
+    "staleness_max": "the same, of the most stale",
+    "gap": "how much longer the rollouts of a step took than the work bound",
+    "step_gap": "how much longer steps took than the work bound and the trainer",
+    "ramp_s": "seconds until tokens came at nine tenths of their later rate",
+}
+"""What each of them is, in words."""
+
 SHARES = frozenset(
     {"idle", "kv_use", "prefix_hits", "wasted_share", "length_mean", "length_cap_share", "gap", "step_gap"}
 )
@@ -93,6 +115,10 @@ def page(title: str, cells: Sequence[Cell], facts: Sequence[tuple[str, str]]) ->
                 series = [(c.policy, [(p.at, read(p)) for p in c.points]) for c in firsts if c.points]
                 parts.append(_figure(what, _lines(series)))
         parts.append("</div>")
+    legend = "".join(
+        f"<dt>{escape(COLUMNS[name])}</dt><dd>{escape(said)}</dd>" for name, said in MEANINGS.items()
+    )
+    parts.append(f"<details><summary>What the columns are</summary><dl>{legend}</dl></details>")
     parts.append(
         "<footer>Simulated by Paceline: the production core under a virtual clock. ± is half the width of a 95% "
         "interval over the seeds.</footer>"
