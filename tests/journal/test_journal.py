@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import weakref
 from pathlib import Path
 from typing import Any, get_args
@@ -518,3 +519,23 @@ def test_a_directory_without_a_journal_is_named(tmp_path: Path) -> None:
     with pytest.raises(WireError, match="holds no journal"):
         list(read_rollouts(tmp_path))
     assert list(read_journal(tmp_path, follow=True, stop=lambda: True)) == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_flush_that_comes_while_the_writer_ends_of_a_mistake_hears_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, told = asyncio.get_running_loop(), asyncio.Event()
+    kept = journal(tmp_path, fsync_s=0.0, on_error=lambda _: loop.call_soon_threadsafe(told.set))
+    monkeypatch.setattr(kept._packer, "records", lambda records: 1 / 0)
+    slow, close = threading.Event(), kept._log.abandon
+    monkeypatch.setattr(kept._log, "abandon", lambda: (slow.wait(10), close()))
+    kept.append(0.0, TimerFired(), ())
+    await told.wait()
+    try:
+        with pytest.raises(OSError, match="closed"):
+            async with asyncio.timeout(5):
+                await kept.flush()
+    finally:
+        slow.set()
+    await asyncio.to_thread(kept._thread.join)

@@ -53,6 +53,12 @@ class CoreDesk:
         self._turns = turns
         self._continuing = continuing
         self._out = out
+        self._attempts = max(spec.max_attempts for spec in setup.train)
+
+    def flights_of(self, group: OpenGroup) -> list[Flight]:
+        """The flights of members that were started for a group, by member; some may have left it since."""
+        attempts = self._attempts + max(group.excused.values(), default=0)
+        return self.flights.of_group(group.id, group.launched, attempts)
 
     def process(self, group: OpenGroup, closed: ClosedGroup | None) -> None:
         """Have a group processed that has closed, if it has."""

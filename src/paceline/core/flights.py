@@ -83,7 +83,7 @@ class _ById(dict[RolloutId, Flight]):
 class Flights:
     """The in-flight ledger, with an index by oldest version so that a sweep touches only what it takes."""
 
-    __slots__ = ("_by_version", "by_id", "evals", "of_env", "trains")
+    __slots__ = ("_by_version", "by_id", "evals", "held_trains", "of_env", "trains")
 
     def __init__(self) -> None:
         self.by_id: dict[RolloutId, Flight] = _ById()
@@ -91,6 +91,8 @@ class Flights:
         self._by_version: dict[Version, dict[RolloutId, Flight]] = {}
         self.evals = 0
         self.trains = 0
+        self.held_trains = 0
+        """Train flights that the scheduling policy holds."""
         self.of_env: dict[EnvName, int] = {}
         """Training rollouts in flight by environment."""
 
@@ -110,7 +112,7 @@ class Flights:
     @property
     def is_training(self) -> bool:
         """Whether any train rollout is not held by the scheduling policy."""
-        return any(not f.held and f.task.split == "train" for f in self.by_id.values())
+        return self.trains > self.held_trains
 
     def trains_now(self) -> list[Flight]:
         """Every train flight, oldest first."""
@@ -140,9 +142,17 @@ class Flights:
             self.evals -= 1
         else:
             self.trains -= 1
+            self.held_trains -= flight.held
             self.of_env[flight.task.env] -= 1
             self._unindex(flight)
         return flight
+
+    def hold(self, flight: Flight, held: bool) -> None:
+        """The scheduling policy keeps it parked from here on, or no more."""
+        if held != flight.held:
+            flight.held = held
+            if flight.task.split == "train":
+                self.held_trains += 1 if held else -1
 
     def sampled_since(self, flight: Flight, version: Version) -> None:
         """Tokens of `flight` date back to `version`; evals never go stale and are not indexed."""

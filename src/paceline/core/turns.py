@@ -321,13 +321,13 @@ class Turns:
 
     def hold(self, flight: Flight, why: str) -> None:
         """Park a rollout until it is released, whatever the cap."""
-        flight.held = True
+        self._flights.hold(flight, True)
         if not flight.parked:
             self._park(flight, self._fleet[flight.engine], why)
 
     def release(self, flight: Flight, engine: EngineState | None = None) -> None:
         """Let it go on there, or where it was: now if the cap has room, else like any that is parked."""
-        flight.held = False
+        self._flights.hold(flight, False)
         if engine is not None and engine.id != flight.engine:
             self.move(flight, engine)
         there = self._fleet[flight.engine]

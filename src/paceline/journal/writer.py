@@ -196,7 +196,7 @@ class FileJournal:
         """Return once everything appended so far is durable. Raises OSError while the disk fails."""
         if self._durable >= self._seq:
             return
-        if self._closing or not self._thread.is_alive():
+        if self._closing or self._bug is not None or not self._thread.is_alive():
             raise OSError("the journal is closed") from self._bug
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
@@ -244,6 +244,8 @@ class FileJournal:
         finally:
             self._log.abandon()
             self._store.abandon()
+            if self._bug is not None:  # whoever has begun to wait since
+                self._answer(OSError(f"the journal's writer stopped: {self._bug!r}"))
 
     def _commit_all(self) -> None:
         while self._held or self._queue:

@@ -185,7 +185,7 @@ class _Run:
     """One rollout on its way."""
 
     __slots__ = (
-        "_abort",
+        "_aborts",
         "_cancels",
         "_clock",
         "_command",
@@ -229,7 +229,8 @@ class _Run:
             clock=clock,
         )
         self._timer = self._loop.call_later(max(0.0, self._ctx.deadline - clock()), self._pass_deadline)
-        self._abort: asyncio.Task[None] | None = None
+        self._aborts: tuple[asyncio.Task[None], ...] = ()
+        """Requests that are being stopped: what is parked may be cancelled meanwhile."""
         self._cancels = 0  # of our own task, by us
         self._insisted = 0
 
@@ -242,8 +243,8 @@ class _Run:
                     outcome = failed("environment", "rollout() returned while a model call of it still ran")
         finally:
             self._timer.cancel()
-            if self._abort is not None:
-                self._abort.cancel()
+            for abort in self._aborts:
+                abort.cancel()
             # A task that the environment left behind may call the model later: nobody is there to ask for it.
             self._model.stop = self._model.stop or "self"
             for give_back in self._ctx._at_end:
@@ -267,7 +268,7 @@ class _Run:
         if model.stop is None and model.limit is None:
             model.park()
             if model.engine is not None:
-                self._abort = self._loop.create_task(_abort(model.engine, model.request_id))
+                self._stop_request(model.engine)
 
     # ── the environment's part ──
 
@@ -432,7 +433,11 @@ class _Run:
             model.pending.cancel()
         elif model.engine is not None:
             # Not cancelled: the request comes back with what it has sampled.
-            self._abort = self._loop.create_task(_abort(model.engine, model.request_id))
+            self._stop_request(model.engine)
+
+    def _stop_request(self, engine: Engine) -> None:
+        task = self._loop.create_task(_abort(engine, self._model.request_id))
+        self._aborts = (*[each for each in self._aborts if not each.done()], task)
 
     def _insist(self) -> None:
         self._timer.cancel()

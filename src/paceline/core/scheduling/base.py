@@ -72,6 +72,10 @@ class Desk(Protocol):
         """Whether the curriculum has nothing left to draw."""
         ...
 
+    def flights_of(self, group: OpenGroup) -> Sequence[Flight]:
+        """The flights of members that were started for a group, by member; some may have left it since."""
+        ...
+
     def cancel(self, flight: Flight, cause: CancelCause, reason: str) -> None:
         """Stop a rollout. One that is being stopped already is left alone."""
         ...

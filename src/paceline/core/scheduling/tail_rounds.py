@@ -31,7 +31,6 @@ class TailRounds(Rounds):
         self._prompts = prompts
         self._responses = responses
         self.is_long = False
-        self._attempts = 1
         self._has_looked = False
         """Whether it has seen what an earlier life of the run left."""
         self._done: dict[GroupId, tuple[TaskRef, int]] = {}
@@ -54,7 +53,6 @@ class TailRounds(Rounds):
     def open_round(self) -> None:
         desk = self.desk
         waiting = sum(kept.size for kept in desk.kept.values())
-        self._attempts = max(spec.max_attempts for spec in desk.setup.train)
         self.is_long = waiting >= self.batch or (waiting > 0 and desk.out_of_tasks)
         self._done.clear()
 
@@ -110,8 +108,7 @@ class TailRounds(Rounds):
 
     def _stop(self, group: OpenGroup, why: str) -> None:
         desk = self.desk
-        attempts = self._attempts + max(group.excused.values(), default=0)
-        for flight in desk.flights.of_group(group.id, group.launched, attempts):
+        for flight in desk.flights_of(group):
             desk.cancel(flight, "discarded", why)
         desk.give_up(group)
 

@@ -287,21 +287,22 @@ class UnbiasedTail(Rounds):
     @property
     def _waiting(self) -> int:
         """Rollouts that were put off and have not come back."""
-        held = sum(flight.held for flight in self.desk.flights.trains_now()) if self._late else 0
+        held = self.desk.flights.held_trains if self._late else 0
         return held + sum(kept.size for kept in self.desk.kept.values())
 
     def _members(self, group: OpenGroup) -> list[Flight]:
-        return [f for f in self.desk.flights.trains_now() if self.desk.groups.of(f.id) is group]
+        """Those that were started for it and have not left it."""
+        desk = self.desk
+        return [flight for flight in desk.flights_of(group) if desk.groups.of(flight.id) is group]
 
     def _close_on_time(self, group: OpenGroup) -> None:
         """Let the members close that finished by the cut-off, once none of them is left to come."""
         if group.owes_launches or group.references:
             return
+        # What has left it says what it is compared with when the verdicts of its old group are in.
         members = self._members(group)
         if not members or not all(flight.held for flight in members):
             return
-        if members[0].id.group != group.id:
-            return  # they left theirs, which says what they are compared with when its verdicts are in
         if not group.arrived:
             self.desk.compare(group, _alone(group), "all of them are late: nobody is on time")
         else:
