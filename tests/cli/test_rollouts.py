@@ -66,7 +66,10 @@ def test_rollouts_are_filtered_sorted_and_cut(
     )
     assert rewards == expected
     assert len(listed(capsys, run, "--limit", "3")) == 3
-    assert listed(capsys, run, "--env", "b") == []
+    assert main(["rollouts", run, "--env", "b"]) == 2
+    assert "no rollout of an environment 'b'; there are " in capsys.readouterr().err
+    assert main(["rollouts", run, "--fate", "trained"]) == 2
+    assert "zero_signal" in capsys.readouterr().err
     by_version = listed(capsys, run, "--version", "1")
     assert len(by_version) == sum(
         r.oldest_version is not None and r.oldest_version <= 1 <= (r.newest_version or 0)

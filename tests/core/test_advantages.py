@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from sink_records import TASK, rollout, sample
 
-from paceline.core.advantages import BUILTIN, GroupView, builtin
+from paceline.core.advantages import BUILTIN, GroupView, build, builtin
 from paceline.errors import ConfigError
 
 NAMES = sorted(BUILTIN)
@@ -129,3 +129,11 @@ def test_advantages_are_finite_sum_to_zero_and_follow_the_order_of_rewards(
     order = list(range(len(rewards)))
     random.shuffle(order)
     assert values(name, [rewards[i] for i in order]) == pytest.approx(found[order], abs=1e-6)
+
+
+def test_a_class_that_is_no_algorithm_is_refused_before_a_group_needs_it() -> None:
+    class Half:
+        def advantages(self, view: object, replies: object) -> None: ...
+
+    with pytest.raises(ConfigError, match=r"'mine:Half' makes a Half, which has no requests: derive it from"):
+        build("mine:Half", Half, {})  # type: ignore[arg-type]

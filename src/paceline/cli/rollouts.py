@@ -7,12 +7,13 @@ import json
 import math
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
 from paceline.cli.options import positive
 from paceline.domain.events import RolloutEnded
+from paceline.domain.group import Fate
 from paceline.domain.ids import RolloutId, parse_rollout_id
 from paceline.domain.rollout import Rollout, Turn
 from paceline.errors import ConfigError, printable
@@ -55,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--split", choices=["train", "eval"])
     parser.add_argument("--ending", choices=["completed", "truncated", "failed", "cancelled"])
     parser.add_argument("--cause", help="why it failed, was truncated or cancelled")
-    parser.add_argument("--fate", help="shipped, queued, zero_signal, stale, ...")
+    parser.add_argument("--fate", choices=get_args(Fate), help="where its tokens went")
     parser.add_argument("--reward", metavar="LOW..HIGH", type=_range, help="either end may be left out")
     parser.add_argument("--step", type=int, metavar="N", help="shipped in batch N")
     parser.add_argument("--group", type=int, metavar="N")
@@ -77,6 +78,11 @@ def run(args: argparse.Namespace) -> int:
             dropped.add(record.event.rollout.id)
     if args.id is not None:
         return _show(args, rows, dropped)
+    envs = sorted({row.env for row in rows.rows.values()})
+    if args.env is not None and envs and args.env not in envs:
+        raise ConfigError(
+            f"{args.run} has no rollout of an environment {args.env!r}; there are {', '.join(envs)}"
+        )
     picked = pick(rows.rows.values(), args)
     if args.json:
         for row in picked:

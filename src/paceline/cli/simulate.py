@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     recorded = recorded or engines_of_runs(study, folder)
     if recorded is not None:
-        _say_untold(study, recorded, console)
+        _say_fit(study, recorded, console)
     began = time.monotonic()
     cells: list[Cell] = []
     total = len(study.workload) * len(study.policy) * study.study.seeds
@@ -189,8 +189,15 @@ def _study(args: argparse.Namespace) -> tuple[StudyConfig, Path, RecordedEngines
     return study, path.parent, None
 
 
-def _say_untold(study: StudyConfig, recorded: RecordedEngines, console: Console) -> None:
-    """What the fit of recorded engines could not tell."""
+def _say_fit(study: StudyConfig, recorded: RecordedEngines, console: Console) -> None:
+    """How good the fit of recorded engines is, and what it could not tell."""
+    found = recorded.calibration
+    console.print(
+        f"engines of {', '.join(study.engines.recorded)}: the fit is {found.total_error:+.1%} off in the seconds that it was not fitted "
+        f"to, and {found.error:.1%} of a request on the mean",
+        highlight=False,
+        soft_wrap=True,
+    )
     if untold := recorded.calibration.untold:
         console.print(
             f"not told what {', '.join(untold)} costs: the loads of {', '.join(study.engines.recorded)} cannot tell it from the rest, and "

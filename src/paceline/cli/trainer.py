@@ -51,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
     model = resolve_model_dir(config.model.name)
     start = newest_start(run_dir) if args.start_version is None else args.start_version
     print(f"training in {run_dir} from v{start}", file=sys.stderr, flush=True)
+    if not run_dir.is_dir():
+        print(f"there is no {run_dir} yet: waiting for a run that makes it", file=sys.stderr, flush=True)
     last = train(
         run_dir, str(model), Settings.of(trainer_settings(config)), start_version=start, is_alone=True
     )

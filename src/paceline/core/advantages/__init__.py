@@ -59,7 +59,14 @@ def build(name: str, factory: type[Algorithm], args: Mapping[str, Any]) -> Algor
         signature.bind(**args)
     except TypeError as error:
         raise ConfigError(f"algorithm {name!r}: {error}; set it in algorithm.args") from None
-    return factory(**args)
+    made = factory(**args)
+    missing = [part for part in ("requests", "advantages") if not callable(getattr(made, part, None))]
+    if missing or not isinstance(made, Algorithm):
+        raise ConfigError(
+            f"algorithm {name!r} makes a {type(made).__name__}, which has no {', no '.join(missing or ['name'])}: derive it from "
+            "paceline.core.advantages.Algorithm"
+        )
+    return made
 
 
 __all__ = [
