@@ -14,7 +14,7 @@ import pytest
 
 from paceline.cli.status import StatusFile, describe
 from paceline.cli.status import how_it_stands as read_status
-from paceline.errors import ConfigError, EngineError, WireError
+from paceline.errors import ConfigError, EngineError, NoProgressError, WireError
 from paceline.transport import layout
 
 
@@ -49,6 +49,15 @@ def test_s81_the_first_final_status_stands(tmp_path: Path) -> None:
         assert status.finish("done", "all steps") == 1
         raise OSError("late")
     assert read_status(tmp_path).reason == "the trainer died"
+
+
+@pytest.mark.parametrize("way", ["fail", "finish"])
+def test_a_reason_that_quotes_what_is_no_text_is_kept_with_escapes(way: str, tmp_path: Path) -> None:
+    status = StatusFile(tmp_path)
+    said = "score() raised \ud800\x1b]0;title\x07"
+    code = status.fail(NoProgressError(said)) if way == "fail" else status.finish("failed", said)
+    assert (code, read_status(tmp_path)) == (1, status.status)
+    assert status.status.reason == r"score() raised \ud800\x1b]0;title\x07"
 
 
 def test_a_run_that_ends_without_a_word_has_failed(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.errors import ConfigError, WireError
+from paceline.errors import ConfigError, WireError, printable
 from paceline.transport.status import RunStatus, Status, read_status, write_status
 
 INTERRUPTED = 130
@@ -87,8 +87,9 @@ class StatusFile:
             self.finish("failed", "the run ended without saying how")
 
     def _finish(self, status: Status, reason: str, code: int) -> int:
+        # An environment's error is quoted in it, and half a surrogate pair of its text could not be written as UTF-8.
         self._status = msgspec.structs.replace(
-            self._status, status=status, reason=reason, exit_code=code, ended=self._clock()
+            self._status, status=status, reason=printable(reason), exit_code=code, ended=self._clock()
         )
         # The cause is told all the same when the disk is gone that it should be written to.
         with contextlib.suppress(OSError):

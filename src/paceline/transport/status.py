@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from paceline.errors import ConfigError, WireError
+from paceline.errors import ConfigError, WireError, printable
 from paceline.transport.layout import (
     ACKS,
     BATCHES,
@@ -128,7 +128,7 @@ def finish(run_dir: Path | str, status: Status = "done", reason: str = "") -> No
     before = read_status(run_dir)
     if before is None:
         raise WireError(f"{run_dir} has no {STATUS}: open the run before it is finished")
-    write_status(run_dir, msgspec.structs.replace(before, status=status, reason=reason))
+    write_status(run_dir, msgspec.structs.replace(before, status=status, reason=printable(reason)))
 
 
 def _forget_after(root: Path, cut: int, trained: int) -> None:
