@@ -48,6 +48,17 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_log_lines_reach_the_terminal_escaped() -> None:
+    program = (
+        "import logging, sys, types; from paceline.cli import main as cli; probe = types.ModuleType('probe');"
+        "probe.add_arguments = lambda parser: None; sys.modules['probe'] = probe;"
+        "probe.run = lambda args: logging.getLogger('paceline.x').warning('it says %s', '\\x1b[2J\\ud800') or 0;"
+        "cli.COMMANDS['probe'] = ('probe', ''); sys.exit(cli.main(['probe']))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr == "it says \\x1b[2J\\ud800\n"
+
+
 def test_python_m_paceline_is_the_same_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "paceline", "rnu"], capture_output=True, text=True, check=False

@@ -106,6 +106,9 @@ def _dispatch(words: list[str]) -> int:
     except SystemExit as done:  # --help of a command without a config
         return int(done.code or 0)
     args.overrides = overrides
+    from paceline.cli.logs import log_printably
+
+    log_printably()
     code: int = module.run(args)
     return code
 
