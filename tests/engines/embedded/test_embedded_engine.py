@@ -314,6 +314,14 @@ def test_requests_without_a_seed_differ_but_the_engine_seed_repeats_them(model: 
     assert len({tuple(output) for output in (*answers(1), *answers(2))}) == 4
 
 
+@pytest.mark.parametrize("seed", [2**32, 2**63 - 1, 2**64 - 1, 10**26])
+def test_a_large_seed_of_the_engine_is_as_good_as_a_small_one(model: Path, seed: int) -> None:
+    def answers(seed: int) -> list[int]:
+        return Driver(model, seed=seed).ask("a", prompt_of(10), seed=None).output
+
+    assert answers(seed) == answers(seed) != answers(seed % 2**32)
+
+
 # ---- endings
 
 

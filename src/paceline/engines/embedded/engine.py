@@ -87,16 +87,13 @@ class Engine:
         if params.stop_strings and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and the model directory has no tokenizer.json")
         self._arrivals += 1
-        own = self.options.seed * 2**32 + self._arrivals
         return Request(
             id=id,
             ids=list(prompt),
             prompt_tokens=len(prompt),
             token_limit=min(self.max_len, len(prompt) + (params.max_tokens or self.max_len)),
             params=params,
-            seed=int(splitmix64(np.array([own], np.uint64))[0])
-            if params.seed is None
-            else params.seed % 2**64,
+            seed=_own_seed(self.options.seed, self._arrivals) if params.seed is None else params.seed % 2**64,
             eos=frozenset() if params.ignore_eos else self._eos,
             stop_ids=frozenset(params.stop_token_ids or ()),
             salt=salt,
@@ -316,6 +313,13 @@ class Engine:
         request.finish_reason, request.finished = reason, time.monotonic()
         request.on_done(request)
         self._tell_if_idle()
+
+
+def _own_seed(engine: int, arrival: int) -> int:
+    """Of a request that brings none, from the seed of the engine, however large that is."""
+    own, upper = (engine * 2**32 + arrival) % 2**64, (engine >> 32) % 2**64
+    mixed = splitmix64(np.array([own, upper], np.uint64))
+    return int(mixed[0] ^ mixed[1])  # of an upper half of 0 it is 0: small seeds are as they are
 
 
 def _group_of(planned: tuple[Request, int]) -> int:
