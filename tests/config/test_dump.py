@@ -22,14 +22,16 @@ TEXT = st.one_of(
     st.text(st.characters(codec="utf-8"), max_size=12),
     st.sampled_from(["none", "None", '"none"', '""none""', "<none>", "<<none>>", '"none', "true", "0", ""]),
 )
-NUMBERS = st.floats(allow_nan=False, min_value=1e-300)
-COUNTS = st.integers(min_value=1)
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+NUMBERS = st.floats(allow_nan=False, allow_infinity=False, min_value=1e-300)
+INTEGERS = st.integers(-(2**63), 2**63 - 1)
+COUNTS = st.integers(1, 2**63 - 1)
 ANYTHING = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), TEXT),
+    st.one_of(st.none(), st.booleans(), INTEGERS, st.floats(allow_nan=False), TEXT),
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(TEXT, inner, max_size=3)),
     max_leaves=6,
 )
-FIXED = st.builds(Fixed, cap=COUNTS, eval_share=st.floats(allow_nan=False))
+FIXED = st.builds(Fixed, cap=COUNTS, eval_share=FINITE)
 ADAPTIVE = st.builds(Adaptive, floor=st.integers(1, 9), ceiling=st.none() | st.integers(9, 99))
 LIMITS = st.builds(Limits, max_turns=st.none() | COUNTS, deadline_s=NUMBERS)
 ENV = st.builds(
@@ -43,19 +45,19 @@ ENV = st.builds(
 )
 CONFIGS = st.builds(
     Config,
-    seed=st.integers(),
+    seed=INTEGERS,
     out=st.text(string.ascii_letters + "/ .", min_size=1, max_size=6).map(Path),
     kind=st.sampled_from(Kind),
-    port=st.integers() | TEXT,
+    port=INTEGERS | TEXT,
     level=st.sampled_from([0, 1, "auto"]),
-    buckets=st.lists(st.integers(), max_size=3).map(tuple),
+    buckets=st.lists(INTEGERS, max_size=3).map(tuple),
     betas=st.tuples(st.floats(0, 1), st.floats(0, 1)),
     prompt_or_none=st.none() | TEXT,
     anything=ANYTHING,
-    scores=st.dictionaries(TEXT, st.none() | st.integers(), max_size=3),
+    scores=st.dictionaries(TEXT, st.none() | INTEGERS, max_size=3),
     orchestrator=st.builds(
         Orchestrator,
-        batch_size=st.integers(min_value=9),
+        batch_size=st.integers(9, 2**63 - 1),
         on_stale=st.sampled_from(["drop", "train"]),
         shuffle=st.booleans(),
         system=st.none() | TEXT,
@@ -65,7 +67,7 @@ CONFIGS = st.builds(
     per_site=st.dictionaries(TEXT, LIMITS, max_size=2),
     env=st.lists(ENV, max_size=3).map(tuple),
     tracker=st.none() | FIXED,
-    size_bytes=st.integers(),
+    size_bytes=INTEGERS,
 )
 
 

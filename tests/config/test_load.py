@@ -13,6 +13,8 @@ from paceline.errors import ConfigError
 from .conftest import ErrorOf, LoadText
 from .sample_models import Adaptive, Config, Env, Fixed, Kind, Limits
 
+BOUND = "integers go from -9223372036854775808 to 9223372036854775807"
+
 
 def test_no_file_and_no_flag_is_all_defaults(load_text: LoadText) -> None:
     loaded = load_text()
@@ -212,6 +214,23 @@ def test_the_nearest_key_is_sought_where_the_wrong_one_stands(
         ),
         ('size_bytes = "4q"', 'run.toml:1: size_bytes = "4q": expected integer'),
         ("port = 1.5", "run.toml:1: port = 1.5: expected integer | text"),
+        ("seed = 9223372036854775808", f"run.toml:1: seed = 9223372036854775808: expected integer ({BOUND})"),
+        (
+            "buckets = [1, -9223372036854775809]",
+            f"buckets.1 = -9223372036854775809: expected integer ({BOUND})",
+        ),
+        (
+            "anything.x = [1e9, 100000000000000000000]",
+            f"anything.x.1 = 100000000000000000000: expected anything ({BOUND})",
+        ),
+        (
+            "[orchestrator.limits]\ndeadline_s = inf",
+            "deadline_s = inf: expected number, above 0 (a finite one)",
+        ),
+        (
+            '[admission]\ntype = "fixed"\neval_share = -1e400',
+            "eval_share = -inf: expected number (a finite one)",
+        ),
     ],
 )
 def test_a_bad_value_names_file_line_key_value_and_what_is_expected(

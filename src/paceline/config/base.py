@@ -6,12 +6,10 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """Frozen, strict about unknown keys; the docstring under a field is its help text."""
+    """Frozen, strict about unknown keys, its numbers finite; the docstring under a field is its help text."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
-class FiniteSection(Section):
-    """One whose numbers are all finite: a simulation of infinitely long steps would never end."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
+FiniteSection = Section
+"""What sections of the simulator are called by, where an infinite number would never end."""

@@ -28,6 +28,9 @@ from paceline.errors import ConfigError
 
 T = TypeVar("T", bound=BaseModel)
 
+_LEAST, _MOST = -(2**63), 2**63 - 1
+"""TOML's integers, and the journal's: it could not be read again with a larger one in it."""
+
 
 @dataclass(frozen=True)
 class Loaded(Generic[T]):
@@ -114,7 +117,9 @@ def _complete(value: Any, shape: Shape, default: Any, at: Path, problems: Proble
             return _complete_section(value, shape, default, at, problems)
         inside = shape.values or Shape(opaque=True)
         return {key: _complete(inner, inside, None, (*at, key), problems) for key, inner in value.items()}
-    if not shape.converts and _is_loose(value, shape):
+    if isinstance(value, int) and not _LEAST <= value <= _MOST:
+        problems.refuse(at, value, shape, f"integers go from {_LEAST} to {_MOST}")
+    elif not shape.converts and _is_loose(value, shape):
         problems.refuse(at, value, shape)
     return value
 

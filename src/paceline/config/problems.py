@@ -179,11 +179,14 @@ def _alternatives(shape: Shape) -> int:
 
 def _is_plain(kind: str) -> bool:
     """Whether an error says no more than that the type or a bound is not met."""
-    return kind.endswith(_TYPE_SUFFIXES) or kind.startswith(_BOUND_TYPES) or kind in ("literal_error", "enum")
+    told = ("literal_error", "enum", "finite_number")
+    return kind.endswith(_TYPE_SUFFIXES) or kind.startswith(_BOUND_TYPES) or kind in told
 
 
 def _why(kind: str, message: str, shape: Shape) -> str:
     """Pydantic's own words, where ours do not say it."""
+    if kind == "finite_number":
+        return "a finite one"
     is_told = shape.bounds or not kind.startswith(_BOUND_TYPES)
     return "" if is_told and not shape.opaque else message
 
