@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from paceline.config.admission import AdmissionSection, FixedAdmission
 from paceline.config.algorithm import AlgorithmSection
-from paceline.config.base import Section
+from paceline.config.base import FILE_NAME, Section
 from paceline.config.batch import BatchSection
 from paceline.config.engine import ChatSection, EmbeddedEngine, EngineSection
 from paceline.config.environment import EnvSection, EvalSection
@@ -31,7 +31,7 @@ from paceline.config.trainer import CheckpointSection, ReferenceTrainer, Trainer
 class RunSection(Section):
     """The run."""
 
-    name: str = "run"
+    name: str = Field(default="run", max_length=60, pattern=FILE_NAME)
     """Name of the run; its directory is `dir/name`, with a number behind it when that exists already."""
     dir: str = "runs"
     """Folder that holds run directories."""

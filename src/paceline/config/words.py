@@ -9,6 +9,7 @@ import pathlib
 from collections.abc import Iterable
 from typing import Any, Literal, get_args, get_origin
 
+from paceline.config.base import FILE_NAME
 from paceline.config.shape import Shape
 from paceline.config.toml import toml_value
 
@@ -31,6 +32,8 @@ _BOUNDS = {
     "multiple_of": "a multiple of {}",
     "pattern": "matching {}",
 }
+_PATTERNS = {FILE_NAME: "of letters, digits, `_`, `-` and `.`, beginning with one of the first three"}
+"""Those that have words of their own."""
 
 
 def expected(shape: Shape) -> str:
@@ -74,7 +77,7 @@ def _scalar(scalar: Any) -> str:
 
 def _bound(bound: Any, *, of_many: bool) -> list[str]:
     words = [
-        phrase.format(f"{limit:g}" if isinstance(limit, float) else limit)
+        _PATTERNS.get(limit) or phrase.format(f"{limit:g}" if isinstance(limit, float) else limit)
         for name, phrase in _BOUNDS.items()
         if (limit := getattr(bound, name, None)) is not None
     ]
