@@ -60,6 +60,15 @@ def test_a_reason_that_quotes_what_is_no_text_is_kept_with_escapes(way: str, tmp
     assert status.status.reason == r"score() raised \ud800\x1b]0;title\x07"
 
 
+def test_the_final_status_tells_the_steps_taken_beside_those_asked_for(tmp_path: Path) -> None:
+    taken = 12
+    status = StatusFile(tmp_path, steps=60, trained=lambda: taken)
+    assert (read_status(tmp_path).steps, read_status(tmp_path).trained) == (60, None)
+    taken = 13
+    status.finish("stopped", "SIGTERM")
+    assert (read_status(tmp_path).steps, read_status(tmp_path).trained) == (60, 13)
+
+
 def test_a_run_that_ends_without_a_word_has_failed(tmp_path: Path) -> None:
     with StatusFile(tmp_path):
         pass

@@ -237,13 +237,15 @@ def execute(
     from paceline.cli.stopping import Stopped, StoppedTwice
     from paceline.observe.live import open_view
     from paceline.observe.monitor import Monitor
-    from paceline.observe.run import RunFolds, summary
+    from paceline.observe.run import RunFolds, summary, trained_steps
     from paceline.observe.sinks import open_sinks
     from paceline.observe.sinks.pump import SinkPump
 
     began = time.monotonic()
     folds = RunFolds(live=True)
-    with StatusFile(run_dir, run_id=run_id, steps=config.run.max_steps) as status:
+    with StatusFile(
+        run_dir, run_id=run_id, steps=config.run.max_steps, trained=lambda: trained_steps(folds)
+    ) as status:
         earlier = _earlier_lives(run_dir, folds)
         pump = SinkPump(
             open_sinks(

@@ -32,9 +32,11 @@ class StatusFile:
         *,
         run_id: str = "",
         steps: int | None = None,
+        trained: Callable[[], int | None] = lambda: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._run_dir, self._clock = run_dir, clock
+        """`trained`: asked at the end for the steps that were taken."""
+        self._run_dir, self._trained, self._clock = run_dir, trained, clock
         self._status = RunStatus(
             run_id=run_id,
             status="running",
@@ -89,7 +91,12 @@ class StatusFile:
     def _finish(self, status: Status, reason: str, code: int) -> int:
         # An environment's error is quoted in it, and half a surrogate pair of its text could not be written as UTF-8.
         self._status = msgspec.structs.replace(
-            self._status, status=status, reason=printable(reason), exit_code=code, ended=self._clock()
+            self._status,
+            status=status,
+            reason=printable(reason),
+            trained=self._trained(),
+            exit_code=code,
+            ended=self._clock(),
         )
         # The cause is told all the same when the disk is gone that it should be written to.
         with contextlib.suppress(OSError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-
 FILE_NAME = r"^\w[\w.-]*$"
 """Of text that names files or directories: it stays where it is put, and is one word on a command line."""
 

@@ -39,7 +39,9 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     status: Status
     reason: str = ""
     steps: int | None = None
-    """Optimizer steps the run asks for; None when it does not say."""
+    """Optimizer steps the run asks for (`run.max_steps`), not those it has taken; None when it does not say."""
+    trained: int | None = None
+    """Optimizer steps the trainer had acknowledged when the run ended; None while it runs, and where that is not known."""
     exit_code: int | None = None
     """None while it runs."""
     started: float = 0.0
