@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from cli.per_token import PerToken
-from paceline.cli.resume import read_back
+from paceline.cli.resume import read_back, resumption
+from paceline.cli.run import _finished
+from paceline.config import RunConfig
 from paceline.core.advantages import Algorithm
 from paceline.core.recovery import EMPTY, Recovery
 from paceline.core.scheduler import Core
@@ -22,7 +24,10 @@ from paceline.errors import CannotFold, WireError
 from paceline.journal import FileJournal, dropped_before, read_journal, read_rollouts
 from paceline.journal.files import file_path
 from paceline.journal.frames import FrameReader
+from paceline.runtime.checkpoints import Checkpoints
 from paceline.testing import World, chaos, setup_for, train_env
+from paceline.transport.layout import weights_dir
+from paceline.transport.status import RunStatus, write_status
 
 EARLIER = Path(__file__).parents[1] / "assets" / "earlier_release"
 
@@ -170,6 +175,63 @@ def test_what_retention_leaves_is_enough_to_go_on(tmp_path: Path, seed: int, pol
         assert read.recovery.owed(read.rollouts, read.extras) is not None
         dropped.append(dropped_before(run_dir))
     assert dropped[-1] > 100
+
+
+def config(max_steps: int) -> RunConfig:
+    return RunConfig.model_validate(
+        {"model": {"name": "m"}, "env": [{"id": "a", "group_size": 3}], "run": {"max_steps": max_steps}}
+    )
+
+
+@pytest.mark.parametrize(
+    ("says", "told"),
+    [
+        (
+            {"version": 2, "run_id": "r"},
+            "says version 2 of run 'r', but its directory is v{n:06d} of run 'r'",
+        ),
+        ({"run_id": "other"}, "of run 'other', but its directory is v{n:06d} of run 'r'"),
+        (None, "does not say which version these weights are"),
+        ({}, ""),
+    ],
+)
+def test_weights_that_say_they_are_others_are_not_gone_on_from(
+    tmp_path: Path, says: dict[str, Any] | None, told: str
+) -> None:
+    cut = written(tmp_path, 11, 700).core.cut
+    write_status(tmp_path, RunStatus(run_id="r", status="stopped"))
+    (tmp_path / "checkpoints" / "trainer" / f"v{cut:08d}").mkdir(parents=True)
+    weights = weights_dir(tmp_path, cut)
+    weights.mkdir(parents=True)
+    if says is not None:
+        (weights / "version.json").write_bytes(msgspec.json.encode({"version": cut, "run_id": "r"} | says))
+    if not told:
+        goes_on = resumption(tmp_path, config(max_steps=30))[1]
+        assert goes_on is not None
+        assert goes_on.trained == cut
+        return
+    with pytest.raises(WireError) as refused:
+        resumption(tmp_path, config(max_steps=30))
+    assert f"{weights}/version.json" in str(refused.value)
+    assert told.format(n=cut) in str(refused.value)
+
+
+def test_a_run_is_done_by_what_its_checkpoints_hold_and_not_by_their_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path, 11, 700)
+    write_status(tmp_path, RunStatus(run_id="r", status="done"))
+    core = Checkpoints(tmp_path / "checkpoints" / "core", 3, "r")
+    core.save(8, {"cut": 8})
+    folder = tmp_path / "checkpoints" / "core"
+    (folder / "step_000999.ckpt").write_bytes((folder / "step_000008.ckpt").read_bytes())
+    assert _finished(tmp_path, config(max_steps=9)) is None
+    core.save(9, {"cut": 9})
+    (folder / "step_000999.ckpt").write_bytes((folder / "step_000008.ckpt").read_bytes())
+    assert _finished(tmp_path, config(max_steps=9)) is not None
+    said = capsys.readouterr().err
+    assert "step_000999.ckpt holds step 8" in said
+    assert "is done, with 9 of 9 steps" in said
 
 
 def test_without_a_journal_there_is_no_way_back_and_damage_says_what_to_do(tmp_path: Path) -> None:

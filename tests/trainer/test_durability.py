@@ -71,6 +71,14 @@ def test_only_the_newest_checkpoints_are_kept(model_dir: Path, tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v00000010", "v00000011"]
 
 
+def test_a_copy_under_another_versions_name_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    trainer = Trainer(model_dir, SETTINGS)
+    made = save_checkpoint(trainer, tmp_path, keep_last=2)
+    made.rename(tmp_path / "v00000008")
+    with pytest.raises(TrainerError, match=r"v00000008 holds version 0, not the one in its name"):
+        load_checkpoint(trainer, tmp_path / "v00000008")
+
+
 def test_a_checkpoint_cannot_run_code(model_dir: Path, tmp_path: Path) -> None:
     class Trap:
         def __reduce__(self):

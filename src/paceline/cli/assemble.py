@@ -422,7 +422,8 @@ class Assembly:
     # ── where things are ──
 
     def checkpoints(self) -> Checkpoints:
-        return Checkpoints(self.run_dir / "checkpoints" / "core", self.config.checkpoint.keep_last)
+        folder = self.run_dir / "checkpoints" / "core"
+        return Checkpoints(folder, self.config.checkpoint.keep_last, self.run_id)
 
     def _weights_now(self) -> Path:
         return weights_dir(self.run_dir, self.start_version) if self.start_version else self.model_dir

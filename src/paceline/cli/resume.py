@@ -24,6 +24,7 @@ from paceline.journal.files import file_numbers
 from paceline.journal.frames import LeftOut
 from paceline.journal.partial import read_parts
 from paceline.runtime.checkpoints import Checkpoints
+from paceline.transport.filesystem import check_weights
 from paceline.transport.layout import VERSION_FILE, WEIGHTS, batch_dir, steps_in, versions_in, weights_dir
 from paceline.transport.status import read_status
 
@@ -62,7 +63,7 @@ def resumption(run_dir: Path, config: RunConfig) -> tuple[str, Resumption | None
     status = read_status(run_dir)
     if status is None:
         raise ConfigError(f"{run_dir} is no run directory: it has no status.json")
-    core = Checkpoints(run_dir / "checkpoints" / "core", config.checkpoint.keep_last)
+    core = Checkpoints(run_dir / "checkpoints" / "core", config.checkpoint.keep_last, status.run_id)
     step, state, notes = _newest(core)
     try:
         read = read_back(
@@ -84,6 +85,8 @@ def resumption(run_dir: Path, config: RunConfig) -> tuple[str, Resumption | None
         raise WireError(
             f"{run_dir}: weights/v{goes_on.trained:06d} are gone, but the trainer's checkpoint is of that step"
         )
+    if goes_on.trained:
+        check_weights(run_dir, goes_on.trained, status.run_id)
     core.drop_after(step)
     _drop_trainer_after(run_dir, goes_on.trained)
     return status.run_id, goes_on, notes

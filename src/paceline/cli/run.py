@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from paceline.cli.options import add_config_argument, load_config
-from paceline.errors import ConfigError, PacelineError, printable
+from paceline.errors import ConfigError, PacelineError, WireError, printable
 
 if TYPE_CHECKING:
     from paceline.cli.assemble import Earlier
@@ -206,11 +206,20 @@ def _finished(run_dir: Path, config: RunConfig) -> Outcome | None:
     from paceline.transport.status import read_status
 
     status = read_status(run_dir)
-    steps = Checkpoints(run_dir / "checkpoints" / "core", config.checkpoint.keep_last).steps()
-    if status is None or status.status != "done" or not steps or steps[-1] < config.run.max_steps:
+    if status is None or status.status != "done":
         return None
+    core = Checkpoints(run_dir / "checkpoints" / "core", config.checkpoint.keep_last, status.run_id)
+    try:
+        found = core.newest_usable()
+    except WireError:
+        return None  # what can be gone on from without one, resuming tells
+    if found is None or found[0] < config.run.max_steps:
+        return None
+    step, _, notes = found
+    for note in notes:
+        _say(note)
     _say(
-        f"nothing to do: {run_dir} is done, with {steps[-1]} of {config.run.max_steps} steps; to go on, raise "
+        f"nothing to do: {run_dir} is done, with {step} of {config.run.max_steps} steps; to go on, raise "
         "run.max_steps"
     )
     folds = RunFolds(live=True)

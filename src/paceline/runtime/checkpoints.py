@@ -24,14 +24,17 @@ _NAME = re.compile(r"step_(\d{6,})\.ckpt")
 class Checkpoints:
     """Saves, finds and loads them."""
 
-    def __init__(self, folder: Path, keep_last: int) -> None:
+    def __init__(self, folder: Path, keep_last: int, run_id: str = "") -> None:
+        """`run_id`: of the run that they are of, which is written into them; empty where that does not matter."""
         self._folder = folder
         self._keep = keep_last
+        self._run_id = run_id
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Write durably; older ones beyond the number to keep go. OSError when the disk does not take it."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        body = zstandard.ZstdCompressor(level=3).compress(msgspec.msgpack.encode(state))
+        saved = {"run_id": self._run_id, **state} if self._run_id else state
+        body = zstandard.ZstdCompressor(level=3).compress(msgspec.msgpack.encode(saved))
         path = self._folder / f"step_{step:06d}.ckpt"
         partial = path.with_suffix(".partial")
         try:
@@ -59,7 +62,7 @@ class Checkpoints:
         return sorted(int(match[1]) for match in found if match)
 
     def load(self, step: int) -> dict[str, Any]:
-        """Read one back. WireError when the file is damaged."""
+        """Read one back. WireError when the file is damaged, or not what its name and place say."""
         path = self._path(step)
         data = path.read_bytes()
         head, body = data[: len(_MAGIC) + 4], data[len(_MAGIC) + 4 :]
@@ -73,10 +76,16 @@ class Checkpoints:
         state: dict[str, Any] = msgspec.msgpack.decode(
             zstandard.ZstdDecompressor().decompress(body), strict=False
         )
+        run_id = state.pop("run_id", self._run_id)  # earlier releases did not write it
+        if self._run_id and run_id != self._run_id:
+            raise WireError(f"{path} is of run {run_id!r}, this is run {self._run_id!r}: remove it")
+        if state["cut"] != step:
+            raise WireError(f"{path} holds step {state['cut']}, not the one in its name: remove it")
         return state
 
     def newest_usable(self) -> tuple[int, dict[str, Any], list[str]] | None:
-        """The newest that reads, with a note on each damaged one passed over; None when there is none at all."""
+        """The newest that can be loaded, with a note on each later one, which was passed over; None when there is none at
+        all."""
         notes: list[str] = []
         for step in reversed(self.steps()):
             try:

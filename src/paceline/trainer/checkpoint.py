@@ -43,13 +43,19 @@ def save_checkpoint(trainer: Trainer, root: Path, keep_last: int) -> Path:
 
 
 def load_checkpoint(trainer: Trainer, path: Path) -> None:
-    """Put `trainer` where it was when `path` was written, bit for bit. TrainerError if it does not fit."""
+    """Put `trainer` where it was when `path` was written, bit for bit. TrainerError if it does not fit, or is of another
+    version than its name says."""
     try:
         # weights_only: a checkpoint is data. Unpickling one must not run what someone put in it.
         saved: dict[str, Any] = torch.load(path / _FILE, map_location="cpu", weights_only=True)
+        version, named = int(saved["version"]), _NAME.fullmatch(path.name)
+        if named and int(named[1]) != version:
+            raise TrainerError(
+                f"checkpoint {path} holds version {version}, not the one in its name: remove it"
+            )
         trainer.model.load_state_dict(saved["model"])
         trainer.optimizer.load_state_dict(saved["optimizer"])
-        trainer.version = int(saved["version"])
+        trainer.version = version
     except (OSError, EOFError, KeyError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
         raise TrainerError(
             f"checkpoint {path} cannot be loaded into this model: {error}; if it is damaged, remove it to go on from "

@@ -104,6 +104,24 @@ _REMEDY = (
 )
 
 
+def check_weights(run_dir: Path, version: Version, run_id: str) -> None:
+    """WireError unless published weights say themselves that they are this version, of this run: a directory may have been
+    copied or renamed, and whatever is in it would be taken for the policy."""
+    path = weights_dir(run_dir, version) / VERSION_FILE
+    try:
+        facts = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise WireError(
+            f"{path} does not say which version these weights are: {error}; put back those of v{version:06d}"
+        ) from error
+    said = facts.get("version"), facts.get("run_id")
+    if said != (version, run_id):
+        raise WireError(
+            f"{path} says version {said[0]} of run {said[1]!r}, but its directory is v{version:06d} of run {run_id!r}: put "
+            f"back the weights of v{version:06d}, or remove them and the trainer's checkpoint, to go on from the one before"
+        )
+
+
 class FilesystemPolicy:
     """Watches for weights and acknowledgements. A `PolicySource`.
 
