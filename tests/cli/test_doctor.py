@@ -292,6 +292,96 @@ def test_environments_are_tried_as_the_run_makes_them_and_closed_again(
     assert sys.modules["odd_env"].Odd.closed == 1
 
 
+FAULTY = """
+from paceline.envs import ListTasks, MultiTurnEnv, SingleTurnEnv
+
+HALF = chr(0xD800)
+ITSELF = {"w": "ab"}
+ITSELF["self"] = ITSELF
+
+class Faulty(SingleTurnEnv):
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def tasks(self, split):
+        faulty = {"half task": HALF, "endless task": ITSELF}.get(self.fault, {"w": "cd"})
+        return ListTasks([{"w": "ab"}, faulty])
+
+    def prompt(self, data):
+        if data == {"w": "ab"}:
+            return "reverse: ab"
+        match self.fault:
+            case "none":
+                return None
+            case "half":
+                return HALF
+            case "exit":
+                raise SystemExit("over")
+        return "reverse: cd"
+
+    def score(self, data, text):
+        return 0.0
+
+class Later(SingleTurnEnv):
+    def tasks(self, split):
+        return ListTasks([1])
+
+    def prompt(self, data):
+        async def later():
+            return "reverse: ab"
+        return later()
+
+class Silent(MultiTurnEnv):
+    def tasks(self, split):
+        return ListTasks([1])
+
+    def start(self, data, ctx):
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("env", "told"),
+    [
+        (
+            'Faulty"\nargs.fault = "none"',
+            "what prompt() returns for task 1 cannot be said to the model: EnvError: said None to the model; expected a text",
+        ),
+        ('Faulty"\nargs.fault = "half"', "what prompt() returns for task 1 cannot be said to the model: "),
+        ('Faulty"\nargs.fault = "exit"', "task 1 has no first prompt: SystemExit: over (faulty_env.py:"),
+        ('Faulty"\nargs.fault = "half task"', "not JSON-like (task 1: UnicodeEncodeError: "),
+        ('Faulty"\nargs.fault = "endless task"', "not JSON-like (task 1: RecursionError: "),
+        ('Silent"', "what start() returns for task 0 cannot be said to the model: TypeError: "),
+    ],
+)
+def test_an_environment_that_cannot_say_anything_is_named_with_the_task_and_the_remedy(
+    env: str,
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "faulty_env.py").write_text(FAULTY)
+    monkeypatch.syspath_prepend(tmp_path)
+    file = config(tmp_path, Path("pkg:paceline/assets/small_policy"), env=f'id = "faulty_env:{env}')
+    code, found = doctor(file, "--engine.type=embedded", capsys=capsys)
+    assert code == 2
+    [error] = [finding for finding in found if finding["level"] == "error" and "faulty_env" in str(finding)]
+    assert told in f"{error['what']}: {error['facts']}"
+    assert f"env 'faulty_env:{env.partition(chr(34))[0]}'" in f"{error['what']}: {error['facts']}"
+    assert error["remedy"] or "make them of texts" in error["facts"]
+
+
+def test_a_prompt_that_the_run_will_await_is_left_to_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "later_env.py").write_text(FAULTY)
+    monkeypatch.syspath_prepend(tmp_path)
+    file = config(tmp_path, Path("pkg:paceline/assets/small_policy"), env='id = "later_env:Later"')
+    code, found = doctor(file, "--engine.type=embedded", capsys=capsys)
+    assert code == 0, found
+
+
 def test_modules_of_environments_are_imported_one_at_a_time(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

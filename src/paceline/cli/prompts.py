@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.config import EnvSection, EvalSection, RunConfig
 from paceline.domain.ids import RolloutId
@@ -45,19 +45,30 @@ def prompt_findings(
     until = time.monotonic() + _LOOK_S
     for index in range(min(_DRAWN, source.size or _DRAWN)):
         try:
-            said = _first_prompt(environment, index, source.get(index))
-        except Exception as error:  # whatever a user's code does: so will each rollout of that task
-            return [
+            made = _first_prompt(environment, index, source.get(index))
+        except (Exception, SystemExit) as error:
+            return [  # whatever a user's code does, so will each rollout of that task
                 Finding(
-                    "warning",
+                    "warning" if isinstance(error, Exception) else "error",
                     f"env {section.label!r}: task {index} has no first prompt",
                     said_by(error),
                     "mend it, or leave the task out: its rollouts fail",
                 )
             ]
-        if said is None:
+        if made is None or _is_awaited(made.value):
             return []
-        lengths.append(len(tokenizer.encode(tokenizer.render(said))))
+        try:
+            said = _opening(made)
+            lengths.append(len(tokenizer.encode(tokenizer.render(said))))
+        except Exception as error:
+            return [
+                Finding(
+                    "error",
+                    f"env {section.label!r}: what {made.method}() returns for task {index} cannot be said to the model",
+                    said_by(error),
+                    f"let it return {made.returns}, in text that UTF-8 can hold",
+                )
+            ]
         if time.monotonic() > until:
             break
     limit = config.batch.seq_len
@@ -75,24 +86,53 @@ def prompt_findings(
     ]
 
 
-def _first_prompt(environment: Environment, index: int, data: Any) -> list[ChatMessage] | None:
-    says: Says
+class _Made(NamedTuple):
+    """What an environment's method gave for a task."""
+
+    method: str
+    value: Any
+    returns: str
+    """What is expected of it."""
+    system: str | None
+
+
+def _first_prompt(environment: Environment, index: int, data: Any) -> _Made | None:
+    """None where it cannot be told beforehand."""
     kind = type(environment)
     if isinstance(environment, SingleTurnEnv) and kind.rollout is SingleTurnEnv.rollout:
         if inspect.iscoroutinefunction(environment.prompt):
             return None  # it asks a sandbox or a service: that is for the run to do
-        says = environment.prompt(data)
-    elif isinstance(environment, MultiTurnEnv) and kind.rollout is MultiTurnEnv.rollout:
+        return _Made(
+            "prompt",
+            environment.prompt(data),
+            "a text, a message or a list of messages",
+            environment.system_prompt,
+        )
+    if isinstance(environment, MultiTurnEnv) and kind.rollout is MultiTurnEnv.rollout:
         if environment.blocking or inspect.iscoroutinefunction(environment.start):
             return None
         ctx = Context(
             RolloutId(0, 0), group_seed=index, noise_seed=index, deadline=float("inf"), clock=time.monotonic
         )
-        _state, says = environment.start(data, ctx)
+        expected = "(state, what is said first): a text, a message or a list of messages"
+        return _Made("start", environment.start(data, ctx), expected, environment.system_prompt)
+    return None
+
+
+def _is_awaited(value: Any) -> bool:
+    """Whether a plain function returned what the run will await."""
+    if inspect.iscoroutine(value):
+        value.close()  # else Python warns that nobody awaited it
+    return inspect.isawaitable(value)
+
+
+def _opening(made: _Made) -> list[ChatMessage]:
+    says: Says
+    if made.method == "prompt":
+        says = made.value
     else:
-        return None
-    system = environment.system_prompt
+        _state, says = made.value
     return [
-        *([] if system is None else messages_of([{"role": "system", "content": system}])),
+        *([] if made.system is None else messages_of([{"role": "system", "content": made.system}])),
         *messages_of(says),
     ]

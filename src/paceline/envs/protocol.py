@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
@@ -248,8 +248,12 @@ class ListTasks:
     def fingerprint(self) -> str:
         if self._fingerprint is None:
             digest = hashlib.blake2b(digest_size=8)
-            for task in self._tasks:
-                digest.update(msgspec.json.encode(task))
+            for index, task in enumerate(self._tasks):
+                try:
+                    digest.update(msgspec.json.encode(task))
+                except (TypeError, ValueError, OverflowError, RecursionError) as error:
+                    # Half a surrogate pair, or data that holds itself, is no more JSON than an object is.
+                    raise TypeError(f"task {index}: {type(error).__name__}: {error}") from error
             self._fingerprint = digest.hexdigest()
         return self._fingerprint
 
@@ -472,8 +476,8 @@ def messages_of(says: Says) -> list[ChatMessage]:
         return [{"role": "user", "content": says}]
     if isinstance(says, Mapping):
         return [says]
-    listed = list(says)
-    if not all(isinstance(message, Mapping) for message in listed):
+    listed = list(says) if isinstance(says, Iterable) else says
+    if not isinstance(listed, list) or not all(isinstance(message, Mapping) for message in listed):
         raise EnvError(f"said {listed!r} to the model; expected a text, a message or a list of messages")
     return listed
 

@@ -85,15 +85,20 @@ def tasks_of(environment: Environment, split: Split, label: str) -> TaskSource:
     if source.size == 0:
         raise ConfigError(f"env {label!r} has no {split} tasks: look at its args")
     try:
-        if not isinstance(source.fingerprint, str):
-            raise ConfigError(
-                f"env {label!r}: the fingerprint of its {split} tasks is {source.fingerprint!r}; expected a text"
-            )
+        fingerprint = source.fingerprint
     except TypeError as error:
         raise ConfigError(
             f"env {label!r}: its {split} tasks cannot be told from others, for they are not JSON-like ({error}): "
             "make them of texts, numbers, lists, dicts or msgspec structs, or give ListTasks a fingerprint"
         ) from error
+    except (Exception, SystemExit) as error:  # a source of the user's own
+        raise ConfigError(
+            f"env {label!r}: the fingerprint of its {split} tasks raised {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(fingerprint, str):
+        raise ConfigError(
+            f"env {label!r}: the fingerprint of its {split} tasks is {fingerprint!r}; expected a text"
+        )
     return source
 
 
