@@ -63,8 +63,8 @@ class GenerateReply(msgspec.Struct, frozen=True, gc=False):
     stop_reason: str | int | None = None
 
 
-class Engine(Protocol):
-    """One inference engine (or a router's address that stands for several)."""
+class Samples(Protocol):
+    """What carries out requests."""
 
     @property
     def info(self) -> EngineInfo: ...
@@ -72,6 +72,10 @@ class Engine(Protocol):
     async def generate(self, request: GenerateRequest) -> GenerateReply:
         """Carry out one request. Raises EngineError; an aborted request returns what it had sampled."""
         ...
+
+
+class Engine(Samples, Protocol):
+    """One inference engine (or a router's address that stands for several)."""
 
     async def abort(self, request_id: str) -> None:
         """Ask the engine to stop a request; its `generate` then returns with finish `abort`."""
@@ -133,7 +137,7 @@ class WeightCheck(Protocol):
         """Look at what is to be loaded. Raises EngineError if it is not there."""
         ...
 
-    async def after(self, engine: Engine, version: Version, path: str) -> None:
+    async def after(self, engine: Samples, version: Version, path: str) -> None:
         """Ask the engine, which says that it serves `version`. Raises EngineError if it does not."""
         ...
 

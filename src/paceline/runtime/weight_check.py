@@ -21,7 +21,7 @@ from paceline.domain.ids import Version
 from paceline.domain.probe import Probe
 from paceline.domain.transfer import TRANSFER_FILE
 from paceline.errors import EngineError
-from paceline.ports import Engine, GenerateRequest, SamplingParams
+from paceline.ports import GenerateRequest, Samples, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class ProbeCheck:
                 f"there are no weights at {path}: was the version removed before it was loaded?"
             )
 
-    async def after(self, engine: Engine, version: Version, path: str) -> None:
+    async def after(self, engine: Samples, version: Version, path: str) -> None:
         """EngineError, with both numbers, if the engine samples otherwise than the trainer computes."""
         if not self._tolerance:
             return
@@ -64,7 +64,7 @@ class ProbeCheck:
                 "server; if it does so again, it cannot reload this model in place"
             )
 
-    async def _gap(self, engine: Engine, version: Version, probe: Probe) -> tuple[float, str]:
+    async def _gap(self, engine: Samples, version: Version, probe: Probe) -> tuple[float, str]:
         # A salt that nothing else has: a cached prefix may be of the very weights that are in doubt.
         name = f"probe-v{version}-{next(self._numbers)}"
         request = GenerateRequest(

@@ -10,9 +10,8 @@ import pytest
 from fake_server import GENERATE, FakeServer, Say
 from test_http_generate import engine_on
 
-from paceline.engines.http import HttpEngine
 from paceline.errors import EngineError
-from paceline.ports import Engine, GenerateRequest, SamplingParams
+from paceline.ports import GenerateRequest, Samples, SamplingParams
 
 
 def adapter(root: Path, version: int) -> str:
@@ -63,8 +62,7 @@ async def test_an_adapter_that_the_server_refuses_or_that_is_not_what_it_serves_
     class Doubts:
         async def before(self, path: str) -> None: ...
 
-        async def after(self, engine: Engine, version: int, path: str) -> None:
-            assert isinstance(engine, HttpEngine)
+        async def after(self, engine: Samples, version: int, path: str) -> None:
             reply = await engine.generate(request("probe"))
             assert reply.versions == ((version, 6),), "the probe goes to the new one"
             raise EngineError("it computes something else")

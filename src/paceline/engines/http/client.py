@@ -1,7 +1,8 @@
 """The Engine port over HTTP: vLLM, SGLang and the embedded engine, by their dialects.
 
-    generate ─▶ a place (max_connections, waited for outside any deadline)
+    generate ─▶ a place (max_connections, waited for outside any deadline; a probe has one of its own kind)
                  └▶ try 1 ─▶ try 2 … under one deadline (request_s), each with a request id of its own
+                     └▶ the place is free ─▶ a reply in doubt waits for the word about new weights (trust.py)
     abort    ─▶ the server is told to stop the try in flight; if the server lets it go on, the connection is closed
 
 A try that may have reached the server is aborted there before another is made: never a silent duplicate.
@@ -32,6 +33,9 @@ from paceline.ports import GenerateReply, GenerateRequest, PauseMarks, WeightChe
 log = logging.getLogger(__name__)
 
 _JSON = {"Content-Type": "application/json"}
+_PROBES_AT_ONCE = 8
+"""As many as a trainer publishes with a version; each samples one token."""
+
 _ABORT_WAITS_S = (0.5, 2.0, 8.0)
 """How long an aborted request may take to come back, before it is aborted again, and in the end dropped. An
 abort that overtakes its request on the way finds nothing to stop; the next one does."""
@@ -55,7 +59,8 @@ async def connect(
 ) -> HttpEngine:
     """Wait until the server at `url` answers, look at what it can do, and return the engine.
 
-    `max_connections` is how many generate calls may be in flight: at least the cap on rollouts. `interrupt`: calls in
+    `max_connections` is how many generate calls may be in flight, a few probes of new weights aside: at least the cap on
+    rollouts. `interrupt`: calls in
     flight are aborted before new weights are loaded, with the tokens they have; else they go on under them. `is_router`:
     a router whose servers are not known; its metrics are not read. EngineError
     when it does not answer within `start_s`, serves no model `served_name`, or does not return token ids.
@@ -140,7 +145,12 @@ class HttpEngine:
         self._version: Version = facts.version or 0
         self._route = dialect.route
         self._places = asyncio.Semaphore(max_connections)
+        # A load ends when its probes are answered. Behind the calls in flight they would wait for the longest generation,
+        # and for ever where those calls have ended and wait for what the probes find out.
+        self._probes = _Probes(self)
         self._flights: dict[str, _Flight] = {}
+        self._doubt: Doubt | None = None
+        """The last there was."""
         self._check = check
         self._loading = asyncio.Lock()
         self._interrupt = interrupt
@@ -164,7 +174,7 @@ class HttpEngine:
 
     @property
     def in_flight(self) -> int:
-        """Generate calls that have not returned, those that wait for a place not included."""
+        """Generate calls that hold a place: not those that wait for one, or for the word about new weights."""
         return len(self._flights)
 
     @property
@@ -195,19 +205,27 @@ class HttpEngine:
                 self._takes_calls = True
 
     async def generate(self, request: GenerateRequest) -> GenerateReply:
-        async with self._places:
+        return await self._generate(request, self._places)
+
+    async def _generate(
+        self, request: GenerateRequest, places: asyncio.Semaphore, *, is_probe: bool = False
+    ) -> GenerateReply:
+        async with places:
             if not self._takes_calls:
                 return _NOTHING  # granted in the moment before: it asks the gate again
             if request.request_id in self._flights:
                 raise EngineError(f"{self._link.name}: request {request.request_id} is in flight already")
             flight = self._flights[request.request_id] = _Flight(request.request_id)
+            if not is_probe and self._doubt is not None and self._doubt.is_open:
+                flight.doubt = self._doubt  # it waited for a place while the weights came in
             try:
                 reply = await self._tries(request, flight)
             finally:
                 del self._flights[request.request_id]
                 if flight.ended is not None and not flight.ended.done():
                     flight.ended.set_result(None)
-            return await flight.trusted(reply)
+        # The server is done with it. To keep the place would keep it from calls that nothing else is in the way of.
+        return await flight.trusted(reply)
 
     async def abort(self, request_id: str) -> None:
         flight = self._flights.get(request_id)
@@ -232,8 +250,8 @@ class HttpEngine:
         await asyncio.gather(*(self.abort(request) for request in list(self._flights)))
 
     def doubt(self, version: Version) -> Doubt:
-        """Until it is settled, calls in flight that `version` may have sampled for wait for it."""
-        doubt = Doubt(version)
+        """Until it is settled, calls that `version` may have sampled for wait for it: those in flight, and those that begin."""
+        doubt = self._doubt = Doubt(version)
         for flight in self._flights.values():
             if flight.doubt is None or flight.doubt.is_settled_well:
                 flight.doubt = doubt
@@ -293,7 +311,7 @@ class HttpEngine:
             if check is not None:
                 # It works again by now: in-flight requests go on meanwhile, new turns wait.
                 is_trusted = False
-                await check.after(self, version, path)
+                await check.after(self._probes, version, path)
                 is_trusted = True
         finally:
             if doubt is not None:
@@ -302,6 +320,10 @@ class HttpEngine:
                 self._dialect.take_back()
                 if doubt is not None:
                     await interrupt()
+
+    async def probe(self, request: GenerateRequest, places: asyncio.Semaphore) -> GenerateReply:
+        """A call about weights that are in doubt: it has one of `places`, and its reply is handed over at once."""
+        return await self._generate(request, places, is_probe=True)
 
     # ---- one request
 
@@ -441,6 +463,20 @@ class HttpEngine:
                 self._dialect.no_abort,
             )
         return answer.status == 200 or answer.is_missing
+
+
+class _Probes:
+    """The engine as the check of its weights has it: what that asks waits for no call in flight."""
+
+    def __init__(self, engine: HttpEngine) -> None:
+        self._engine, self._places = engine, asyncio.Semaphore(_PROBES_AT_ONCE)
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._engine.info
+
+    async def generate(self, request: GenerateRequest) -> GenerateReply:
+        return await self._engine.probe(request, self._places)
 
 
 _NOTHING = decode(b'{"choices":[{"token_ids":[],"finish_reason":"abort"}]}', 0)

@@ -2,7 +2,7 @@
 
     load ─▶ resume ─▶ the probe ─┬─ agrees ─▶ replies are handed over as they are
               │                  └─ differs ─▶ calls are stopped; what those weights sampled is cut off
-              └ a call that ends meanwhile waits for the word
+              └ a call that ends meanwhile waits for the word, and holds nothing that the probe needs
 
 A load that fails leaves a server with weights that may be half new: its calls are stopped before it works again, with
 what they had sampled until it was paused. So no token of weights that nobody has published trains under a version's name.
@@ -26,6 +26,10 @@ class Doubt:
     def __init__(self, version: Version) -> None:
         self.version = version
         self._word: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    @property
+    def is_open(self) -> bool:
+        return not self._word.done()
 
     @property
     def is_settled_well(self) -> bool:
