@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
+
+import msgspec
 import pytest
 from test_runner import END, Script, World, one_call, outcome, reply
 
@@ -11,7 +15,9 @@ from paceline.domain.load import EngineLoad
 from paceline.errors import EngineBusy, EngineError, EngineUnavailable
 from paceline.ports import GenerateReply, GenerateRequest
 from paceline.runtime.patience import LONGEST_WAIT_S, MOST_BUSY_S, MOST_UNAVAILABLE, Patience
+from paceline.runtime.quiet import QuietWatch
 from paceline.testing import ScriptedEngine, ScriptedEnv, run_driver, setup_for, train_env
+from paceline.testing.run import Controls, DriverRun
 
 BUSY = EngineBusy("engine e0 (http://gpu:8000): answered 429: the queue is full")
 
@@ -71,8 +77,8 @@ def test_a_rollout_that_waits_for_a_busy_engine_is_stopped_at_once(cause: str) -
 class Crowded(ScriptedEngine):
     """Takes so many calls at once, and refuses the rest; has no metrics, and an address that looks like a refusal."""
 
-    def __init__(self, places: int) -> None:
-        super().__init__(answer=lambda _request: "a few words", seconds=lambda _request: 2.0)
+    def __init__(self, places: int, id: str = "e0", seconds: float = 2.0) -> None:
+        super().__init__(id, answer=lambda _request: "a few words", seconds=lambda _request: seconds)
         self.places, self.refused = places, 0
 
     async def generate(self, request: GenerateRequest) -> GenerateReply:
@@ -102,3 +108,62 @@ def test_an_engine_without_metrics_is_held_to_what_it_takes_and_nothing_is_lost(
     caps = [c.cap for _, c in run.commands(do.NoteCap)]
     assert min(caps) <= 12
     assert not run.commands(do.ReviveEngine), "a word that it is busy is no outage"
+
+
+LOST_S = 180.0
+
+
+def over(*engines: Crowded, said: list[str] | None = None, max_steps: int = 2) -> DriverRun:
+    """A run whose `engine.lost_s` is `LOST_S`; what it says when nothing happens goes to `said`."""
+    base = setup_for(train_env(group_size=4), batch=8, lag=1, max_steps=max_steps)
+
+    def watch(controls: Controls) -> None:
+        tell = ([] if said is None else said).append
+        clock = asyncio.get_running_loop().time
+        controls.beside("quiet watch", QuietWatch(controls.core, tell, clock, 60.0).run)
+
+    return run_driver(
+        msgspec.structs.replace(base, engine_wait_s=LOST_S),
+        {"env": ScriptedEnv()},
+        engines=engines,
+        cap=8,
+        during=watch,
+        max_seconds=20_000,
+    )
+
+
+def test_a_run_whose_engines_refuse_every_call_ends_with_their_word_after_lost_s() -> None:
+    said: list[str] = []
+    engines = Crowded(0), Crowded(0, "e1")
+    with pytest.raises(
+        EngineError, match=r"no engine takes a call any more, .* 180 s \(engine.lost_s\): e0 .*\(429\)"
+    ) as caught:
+        over(*engines, said=said)
+    for engine in ("e0", "e1"):
+        assert re.search(
+            rf"{engine} has said for \d+ s that it is busy \(429\), and refused \d+ calls", str(caught.value)
+        )
+    assert "the queue is full" in str(caught.value)
+    assert said
+    assert re.search(
+        r"waits for engine 'e\d' to take its call: it says that it is busy \(429\), and has refused \d+ calls in a row, "
+        r"for \d+ s",
+        said[0],
+    )
+
+
+def test_a_run_goes_on_while_an_engine_works_on_what_it_took_before_it_refused_the_rest() -> None:
+    engine = Crowded(2, seconds=3 * LOST_S)
+    run = over(engine)
+    assert run.finish is not None
+    assert run.finish.status == "done"
+    assert engine.refused > 100
+
+
+def test_a_run_goes_on_while_one_of_its_engines_takes_calls() -> None:
+    useless = Crowded(0)
+    run = over(useless, Crowded(8, "e1", seconds=20.0), max_steps=20)
+    assert run.finish is not None
+    assert run.finish.status == "done"
+    assert run.seconds > LOST_S
+    assert useless.refused > 20

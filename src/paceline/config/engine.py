@@ -42,7 +42,8 @@ class EmbeddedEngine(Section):
     """Seconds one update of weights may take, from the pause to the check; an engine that takes longer hangs, and is
     started again."""
     lost_s: float = Field(default=180.0, gt=0)
-    """Seconds without any engine before the run ends; one that died is started again meanwhile."""
+    """Seconds without any engine, or with none that takes a call, before the run ends; one that died is started again
+    meanwhile."""
 
 
 def _holds_no_secret(address: str) -> str:
@@ -79,7 +80,8 @@ class _Servers(Section):
     """Seconds one update of weights may take, from the pause to the check; a server that takes longer is taken out until
     it answers again. As long as the largest model takes to be read from the slowest disk, and no longer."""
     lost_s: float = Field(default=600.0, gt=0)
-    """Seconds without any server before the run ends; one that answers again meanwhile is used again."""
+    """Seconds without any server before the run ends; one that answers again meanwhile is used again. As long, at least half a
+    minute, may servers refuse every call because they are busy (429)."""
 
     @field_validator("urls")
     @classmethod

@@ -13,6 +13,7 @@ from paceline.core.admission import Admission
 from paceline.core.flights import Flight
 from paceline.core.groups import OpenGroup
 from paceline.core.placement import Placement
+from paceline.core.refusals import Refusals
 from paceline.domain.events import EngineJoined, WeightsLoaded
 from paceline.domain.ids import EngineId, EnvName, RolloutId, Version
 from paceline.errors import EngineError, InvariantError
@@ -50,6 +51,7 @@ class EngineState:
         "parked",
         "parked_line",
         "ready",
+        "refusals",
         "room",
         "silent_readings",
         "speaks",
@@ -104,6 +106,8 @@ class EngineState:
         """Readings in a row without an answer."""
         self.failed_calls = 0
         """Calls in a row that failed."""
+        self.refusals: Refusals | None = None
+        """Of an engine that has said it is busy since anything of it came."""
         self.strays = 0
         """Updates under way when it was lost: their answers are still to come, and say nothing."""
         self.waiting: list[Flight] = []
@@ -117,6 +121,15 @@ class EngineState:
     def active(self) -> int:
         """Rollouts that its cap counts: parked ones hold no permit."""
         return self.in_flight - self.parked
+
+    def takes_none(self, wait_s: float, now: float) -> bool:
+        """Whether it has refused all calls for `wait_s`, goes on to, and is at work on none that it took before."""
+        refusals = self.refusals
+        if refusals is None or now - refusals.last > refusals.within_s:
+            return False
+        return now - refusals.since >= max(wait_s, refusals.within_s) and not any(
+            flight.calling and refusals.took(flight.granted_at) for flight in self.flights.values()
+        )
 
     def touch(self) -> None:
         """What it holds has changed, or its controller was told something: its room may be another."""

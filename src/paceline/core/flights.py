@@ -65,6 +65,8 @@ class Flight(msgspec.Struct, eq=False, gc=False):
     reserved: int = 0
     """The scheduling policy's: KV tokens that it counts on for it."""
     granted_at: float = 0.0
+    refused: bool = False
+    """Whether its last call found its engine busy, and is made again."""
 
     def age(self, now: float) -> float:
         """Seconds that it has run, without those that it waited to go on after a restart."""

@@ -15,6 +15,7 @@ from paceline.core.admission import Admission
 from paceline.core.fleet import FAILED_CALLS, LOAD_ATTEMPTS, SILENT_READINGS, EngineState, Fleet
 from paceline.core.flights import Flight, Flights
 from paceline.core.outbox import Outbox
+from paceline.core.refusals import one_more
 from paceline.core.scheduling.base import Scheduling
 from paceline.core.setup import CoreSetup
 from paceline.domain import commands as do
@@ -134,6 +135,7 @@ class Turns:
         engine.calling_tokens -= flight.context
         tokens = 0
         if event.versions:
+            engine.refusals = None
             oldest = event.versions[0][0]
             for version, count in event.versions:
                 tokens += count
@@ -157,6 +159,7 @@ class Turns:
         cut = event.finish == "length" and tokens < flight.wants
         flight.continues = cut or (event.finish == "abort" and event.error is None and not event.given_up)
         flight.waits_since = self._out.now
+        flight.refused = event.is_busy
         if self._learner is not None:
             engine.touch()
             self._learner.segment_ended(
@@ -174,6 +177,8 @@ class Turns:
                 engine.failed_calls = 0
         elif event.is_outage and flight.cancelled is None:
             self._count_failure(engine, event.error)
+        if event.is_busy:
+            self._count_refusal(engine, event)
         if flight.cancelled is not None:
             engine.calls_to_stop -= 1
             if not engine.calls_to_stop:
@@ -398,6 +403,24 @@ class Turns:
             raise EngineError(
                 f"no engine has been usable for {self._setup.engine_wait_s:g} s (engine.lost_s): "
                 f"{self._fleet.why_empty()}; mend them and resume the run"
+            )
+
+    def _count_refusal(self, engine: EngineState, event: on.SegmentEnded) -> None:
+        """An engine that is busy stays in use. EngineError when none of them has taken a call for as long as a run may be
+        without any: looked at here, since nothing else happens then."""
+        now, wait_s = self._out.now, self._setup.engine_wait_s
+        engine.refusals = one_more(engine.refusals, event.seconds, event.error or "", now)
+        left = [e for e in self._fleet.engines() if e.out is None]
+        if left and all(e.takes_none(wait_s, now) for e in left):
+            told = "; ".join(
+                f"{e.id} has said for {now - e.refusals.since:.0f} s that it is busy (429), and refused "
+                f"{e.refusals.calls} calls, the last: {e.refusals.said}"
+                for e in left
+                if e.refusals is not None
+            )
+            raise EngineError(
+                f"no engine takes a call any more, which a run puts up with for {wait_s:g} s (engine.lost_s): {told}; find out "
+                "what else it serves, or what limits it, and resume the run"
             )
 
     def _count_failure(self, engine: EngineState, error: str) -> None:

@@ -84,6 +84,9 @@ def waits(core: Core) -> list[Wait]:
 
 def _of_flight(flight: Flight, core: Core) -> tuple[str, float]:
     if flight.calling:
+        engine = core.fleet[flight.engine]
+        if flight.refused and engine.refusals is not None and not engine.refusals.took(flight.granted_at):
+            return _refused(flight, engine)
         return f"engine {flight.engine!r} to answer", flight.granted_at
     if flight.cancelled is not None:
         return f"its environment to stop ({flight.cancelled})", flight.waits_since
@@ -95,7 +98,17 @@ def _of_flight(flight: Flight, core: Core) -> tuple[str, float]:
         return f"room on engine {flight.engine!r}", flight.waits_since
     if flight.at_gate:
         return _gate(core.fleet[flight.engine]), flight.waits_since
+    if flight.refused:
+        return _refused(flight, core.fleet[flight.engine])
     return "its environment", flight.waits_since
+
+
+def _refused(flight: Flight, engine: EngineState) -> tuple[str, float]:
+    said = f"engine {engine.id!r} to take its call: it says that it is busy (429)"
+    refusals = engine.refusals
+    if refusals is None:  # others have been served since
+        return said, flight.waits_since
+    return f"{said}, and has refused {refusals.calls} calls in a row", refusals.since
 
 
 def _gate(engine: EngineState) -> str:

@@ -3,7 +3,7 @@
 An engine that does not answer is taken out by the core after a few calls, and the turn goes on elsewhere: few failures
 are enough. One that answers that it is busy (429) works off what it has, so its callers wait, longer each time: nothing
 that was sampled is thrown away because an engine is overloaded. Not for ever: one that is busy for `MOST_BUSY_S` on end
-serves somebody else.
+serves somebody else. A run of which no engine takes any call is ended by the core (`core/refusals.py`).
 """
 
 from __future__ import annotations

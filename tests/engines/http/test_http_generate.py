@@ -235,6 +235,20 @@ async def test_s58_a_wait_beyond_the_deadline_is_not_begun() -> None:
             await engine.generate(request())
 
 
+@pytest.mark.parametrize("asked", ["1e308", "inf", "nan", "-1", "86400", "Fri, 31 Dec 9999 23:59:59 GMT"])
+async def test_s58_a_retry_after_that_nobody_can_mean_is_not_obeyed(asked: str) -> None:
+    async with FakeServer() as fake, engine_on(fake) as engine:
+        fake.say(GENERATE, Say(status=429, headers={"Retry-After": asked}))
+        async with asyncio.timeout(5):
+            await engine.generate(request())
+        assert len(fake.calls) == 2
+
+
+def test_s58_a_server_that_asks_for_hours_is_asked_again_in_a_minute() -> None:
+    assert Retry().wait_s(1, retry_after_s=30.0) == 30.0
+    assert Retry().wait_s(1, retry_after_s=80_000.0) == 60.0
+
+
 def test_s58_waits_double_up_to_a_bound_and_never_undercut_the_server() -> None:
     retry = Retry(attempts=6, first_s=0.5, most_s=3.0)
     assert [retry.wait_s(failed) for failed in range(1, 7)] == [0.5, 1.0, 2.0, 3.0, 3.0, None]
