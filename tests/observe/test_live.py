@@ -216,7 +216,7 @@ def test_a_step_that_was_shipped_and_not_trained_is_told_as_that() -> None:
 
 def test_a_step_that_is_trained_again_after_a_kill_is_told_without_empty_numbers() -> None:
     told = row_text(Row(kind="step", at=0.0, segment=1, step=2, values={"trainer/loss": 0.1}), 4)
-    assert told == "step 2/4 trained again, from the batch on disk"
+    assert told == "step 2/4 trained, from the batch that an earlier life shipped"
 
 
 def test_a_terminal_gets_the_panel_and_everything_else_lines() -> None:

@@ -76,7 +76,7 @@ def row_text(row: Row, max_steps: int) -> str:
         count = int(get(f"{prefix}/rollouts", 0))
         return f"{eval_title(row.env)} at v{row.step}: reward {reward}{''.join(passes)}  ({count} rollouts)"
     if row.trained and all(name.startswith("trainer/") for name in row.values):
-        return f"step {row.step}/{max_steps} trained again, from the batch on disk"
+        return f"step {row.step}/{max_steps} trained, from the batch that an earlier life shipped"
     share = get("goodput")
     return (
         f"step {row.step}/{max_steps}"

@@ -71,7 +71,7 @@ def report_data(folds: RunFolds, extras: Extras) -> dict[str, Any]:
 def latest(rows: Sequence[Row]) -> list[Row]:
     """One row a step, in order of steps: after a resumption, the steps it repeats replace those before.
 
-    A step that was trained again and not cut again, from a batch that was on disk, keeps what its cut told.
+    A step that was trained from a batch that an earlier life cut keeps what its cut told.
     """
     by_step: dict[int, Row] = {}
     for row in rows:
