@@ -6,15 +6,12 @@ paceline calibrate [--max-batched-tokens N] RUN [RUN ...]
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from paceline.cli.options import positive
-from paceline.cli.studies import check_run, records_of
+from paceline.cli.studies import check_run, distinct, records_of
 from paceline.errors import ConfigError
 from paceline.sim.calibrate import Calibration, calibrate
 from paceline.sim.recorded_world import RecordedWorld, recorded_world
-from paceline.sim.requests import Record
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,24 +30,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    runs = list(
-        dict.fromkeys(Path(each).resolve() for each in args.runs)
-    )  # one given twice would count twice
+    runs = distinct(args.runs)
     for each in runs:
         check_run(each)
-    _show_engines(calibrate(_records(runs), args.max_batched_tokens))
+    _show_engines(calibrate(records_of(*runs), args.max_batched_tokens))
     try:
-        world = recorded_world(_records(runs))
+        world = recorded_world(records_of(*runs))
     except ConfigError as error:
         print(f"\nthe trainer: {error}")
     else:
         _show_world(world)
     return 0
-
-
-def _records(runs: Sequence[Path]) -> Iterator[Record]:
-    for each in runs:
-        yield from records_of(each)
 
 
 def _show_engines(found: Calibration) -> None:

@@ -27,6 +27,7 @@ from paceline.cli.options import positive
 from paceline.cli.studies import (
     UNFINISHED,
     check_run,
+    distinct,
     engines_of_runs,
     files_of,
     records_of,
@@ -165,7 +166,7 @@ def _write(study: StudyConfig, cells: list[Cell], out: Path, console: Console, b
 
 def _study(args: argparse.Namespace) -> tuple[StudyConfig, Path, RecordedEngines | None]:
     """The study, the folder that its paths are relative to, and its engines where they are fitted already."""
-    engines_from = list(dict.fromkeys(Path(each).resolve() for each in args.engines_from))
+    engines_from = distinct(args.engines_from)
     if args.study is None:
         if args.recorded is None:
             raise ConfigError(

@@ -6,7 +6,7 @@ import csv
 import os
 import signal
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -171,8 +171,6 @@ def engines_of_runs(study: StudyConfig, folder: Path) -> RecordedEngines | None:
     """The engines of `engines.recorded`, fitted; None where a study has others. ConfigError when these runs do not tell."""
     if not study.engines.recorded:
         return None
-    for name in study.engines.recorded:
-        check_run(run_dir(name, folder))
     return fitted_engines(study, _journals(folder))
 
 
@@ -184,7 +182,7 @@ def _check_runs(study: StudyConfig, folder: Path) -> None:
     """ConfigError when a directory that the study names holds no run."""
     named = [env.journal for workload in study.workload for env in workload.env if env.journal is not None]
     for name in dict.fromkeys((*study.engines.recorded, *named)):
-        check_run(run_dir(name, folder))
+        run_dir(name, folder)
 
 
 def check_run(path: Path) -> None:
@@ -195,15 +193,21 @@ def check_run(path: Path) -> None:
         raise ConfigError(f"{path} holds no journal: give the directory of a run")
 
 
-def records_of(run: Path) -> Iterator[Record]:
-    """What the journal of a run holds. WireError when there is none, or it is damaged."""
-    return ((record.at, record.event, record.commands) for record in read_journal(run))
+def distinct(runs: Iterable[str]) -> list[Path]:
+    """Their directories: a run that is named twice would count twice."""
+    return list(dict.fromkeys(Path(each).resolve() for each in runs))
+
+
+def records_of(*runs: Path) -> Iterator[Record]:
+    """What the journals of runs hold, one after the other. WireError when there is none, or one is damaged."""
+    return ((record.at, record.event, record.commands) for run in runs for record in read_journal(run))
 
 
 def run_dir(name: str, folder: Path) -> Path:
     """Of a recorded run that a study names, relative to `folder` or to where the command is given. ConfigError when there is none."""
     for path in (folder / name, Path(name)):
         if path.exists():
+            check_run(path)
             return path
     raise ConfigError(f"no run at {name!r}")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ def study_of_run(run: Path, engines_from: Sequence[Path] = ()) -> tuple[StudyCon
     if isinstance(section, EmbeddedEngine):
         limits = section.model_dump(include={"max_num_seqs", "max_batched_tokens"})
     fitted = engines_from or [run]
-    told = chain.from_iterable(map(records_of, engines_from)) if engines_from else records
+    told = records_of(*engines_from) if engines_from else records
     engines = recorded_engines(told, limits.get("max_batched_tokens", 8192))
     if engines.kv_tokens is None:
         raise ConfigError(

@@ -12,7 +12,3 @@ class Section(BaseModel):
     """Frozen, strict about unknown keys, its numbers finite; the docstring under a field is its help text."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-
-
-FiniteSection = Section
-"""What sections of the simulator are called by, where an infinite number would never end."""

@@ -236,16 +236,15 @@ class FileJournal:
         except Exception as error:
             # A mistake of ours: whoever waits must hear of it rather than wait for ever.
             self._bug = error
-            stopped = OSError(f"the journal's writer stopped: {error!r}")
             if self._on_error is not None:
-                self._on_error(stopped)
-            self._answer(stopped)
+                self._on_error(_stopped(error))
+            self._answer(_stopped(error))
             raise
         finally:
             self._log.abandon()
             self._store.abandon()
             if self._bug is not None:  # whoever has begun to wait since
-                self._answer(OSError(f"the journal's writer stopped: {self._bug!r}"))
+                self._answer(_stopped(self._bug))
 
     def _commit_all(self) -> None:
         while self._held or self._queue:
@@ -330,6 +329,10 @@ class FileJournal:
             _, loop, done = self._waiting.popleft()
             with contextlib.suppress(RuntimeError):  # the loop is gone, and whoever waited on it too
                 loop.call_soon_threadsafe(_resolve, done, error)
+
+
+def _stopped(bug: Exception) -> OSError:
+    return OSError(f"the journal's writer stopped: {bug!r}")
 
 
 def _resolve(done: asyncio.Future[None], error: OSError | None) -> None:

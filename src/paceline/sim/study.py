@@ -16,7 +16,7 @@ from paceline.config import (
     RunConfig,
     SchedulingSection,
 )
-from paceline.config.base import FiniteSection
+from paceline.config.base import FILE_NAME, Section
 from paceline.config.batch import BatchSection
 from paceline.config.load import load
 from paceline.core.advantages import builtin
@@ -49,7 +49,7 @@ _LEAST_SHARE: Final = 0.001
 """Of the efficiencies in `_SHARES`: kernels that waste more are a mistake in the study."""
 
 
-class EnginesSection(FiniteSection):
+class EnginesSection(Section):
     """The engines."""
 
     model: str = "qwen3-8b"
@@ -95,7 +95,7 @@ class EnginesSection(FiniteSection):
         return (value,) if isinstance(value, str) else value
 
 
-class SimEnv(FiniteSection):
+class SimEnv(Section):
     """One environment of a workload."""
 
     name: str | None = None
@@ -142,7 +142,7 @@ class SimEnv(FiniteSection):
         return PRESETS[self.preset] if self.preset is not None else self.reasoning or self.agents
 
 
-class WorkloadSection(FiniteSection):
+class WorkloadSection(Section):
     """What is rolled out."""
 
     name: str
@@ -153,7 +153,7 @@ class WorkloadSection(FiniteSection):
     """Rollouts of a batch; none: as `[batch]` says."""
 
 
-class PolicySection(FiniteSection):
+class PolicySection(Section):
     """How it is scheduled."""
 
     name: str
@@ -176,10 +176,10 @@ class PolicySection(FiniteSection):
     """Where it differs from `[trainer]`."""
 
 
-class StudySection(FiniteSection):
+class StudySection(Section):
     """The study itself."""
 
-    name: str = Field(default="study", max_length=60, pattern=r"^\w[\w.-]*$")
+    name: str = Field(default="study", max_length=60, pattern=FILE_NAME)
     """Name of the files that are written: at most 60 letters, digits, `_`, `-` and `.`."""
     seeds: int = Field(default=5, ge=1)
     """Seeds; all policies meet the same tasks under one."""
@@ -214,7 +214,7 @@ class StudySection(FiniteSection):
         return 5 if self.steps is None and self.seconds is None else self.steps
 
 
-class StudyConfig(FiniteSection):
+class StudyConfig(Section):
     """Policies x workloads x seeds."""
 
     study: StudySection = StudySection()

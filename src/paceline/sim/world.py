@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from paceline.config.base import FiniteSection
+from paceline.config.base import Section
 from paceline.domain.batch import Batch
 
 
-class TrainerModel(FiniteSection):
+class TrainerModel(Section):
     """How long an optimizer step takes. It trains one batch after the other."""
 
     step_s: float = Field(default=0.0, ge=0)
@@ -28,7 +28,7 @@ class TrainerModel(FiniteSection):
         return self.step_s + (batch.tokens / self.tokens_per_s if self.tokens_per_s else 0.0)
 
 
-class WeightsModel(FiniteSection):
+class WeightsModel(Section):
     """How engines take new weights."""
 
     mode: Literal["keep", "recompute", "drain"] = "keep"
@@ -37,7 +37,7 @@ class WeightsModel(FiniteSection):
     """Seconds an engine stands still for it."""
 
 
-class FaultModel(FiniteSection):
+class FaultModel(Section):
     """What goes wrong. Each draw is keyed by what it is for, so that a rollout meets the same faults under every policy."""
 
     infrastructure: float = Field(default=0.0, ge=0, le=1)

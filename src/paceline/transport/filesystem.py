@@ -104,13 +104,23 @@ _REMEDY = (
 )
 
 
+_UNREADABLE = (OSError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+"""What `_stated` raises of a file that is not there, or is not whole."""
+
+
+def _stated(path: Path) -> dict[str, Any]:
+    """What published weights say of themselves."""
+    facts: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    return facts
+
+
 def check_weights(run_dir: Path, version: Version, run_id: str) -> None:
     """WireError unless published weights say themselves that they are this version, of this run: a directory may have been
     copied or renamed, and whatever is in it would be taken for the policy."""
     path = weights_dir(run_dir, version) / VERSION_FILE
     try:
-        facts = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        facts = _stated(path)
+    except _UNREADABLE as error:
         raise WireError(
             f"{path} does not say which version these weights are: {error}; put back those of v{version:06d}"
         ) from error
@@ -199,8 +209,8 @@ class FilesystemPolicy:
     def _is_complete(self, version: Version) -> bool:
         path = weights_dir(self._root, version) / VERSION_FILE
         try:
-            facts = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        except (OSError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+            facts = _stated(path)
+        except _UNREADABLE:
             # Not there yet, half written by a trainer that does not rename, or gone again: look once more later.
             return False
         self._check_run(path, facts.get("run_id"))

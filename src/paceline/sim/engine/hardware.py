@@ -7,11 +7,11 @@ from typing import Final
 
 from pydantic import Field
 
-from paceline.config.base import FiniteSection
+from paceline.config.base import Section
 from paceline.core import capacity
 
 
-class GpuSpec(FiniteSection):
+class GpuSpec(Section):
     """One GPU."""
 
     tflops: float = Field(gt=0)
@@ -22,7 +22,7 @@ class GpuSpec(FiniteSection):
     """What it really has, in decimal gigabytes: one sold as 80 GB reports 79.2 GiB, which are 85."""
 
 
-class ModelSpec(FiniteSection):
+class ModelSpec(Section):
     """One model."""
 
     layers: int = Field(ge=1)

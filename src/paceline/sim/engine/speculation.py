@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from paceline.config.base import FiniteSection
+from paceline.config.base import Section
 
 if TYPE_CHECKING:
     from paceline.sim.engine.speed import Speed
@@ -32,7 +32,7 @@ UNIT: Final = 1_000_000
 """Probabilities are counted in millionths, so that what joins a batch and leaves it again leaves nothing behind."""
 
 
-class Accepted(FiniteSection):
+class Accepted(Section):
     """What was measured with so many references."""
 
     references: int = Field(ge=0)
@@ -51,7 +51,7 @@ SEER: Final = (
 scheduler takes."""
 
 
-class Speculation(FiniteSection):
+class Speculation(Section):
     """How an engine speculates."""
 
     most: int = Field(default=8, ge=1, le=64)

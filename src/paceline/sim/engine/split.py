@@ -21,7 +21,7 @@ from typing import Literal, TypeAlias
 import msgspec
 from pydantic import Field
 
-from paceline.config.base import FiniteSection
+from paceline.config.base import Section
 from paceline.domain.ids import Version
 from paceline.domain.load import EngineLoad
 from paceline.sim.engine.calls import Call, Totals
@@ -31,7 +31,7 @@ from paceline.sim.engine.speed import Speed
 Recompute: TypeAlias = Literal["prefill", "decode"]
 
 
-class PrefillEngines(FiniteSection):
+class PrefillEngines(Section):
     """Prefill engines of each engine; that one then only decodes."""
 
     count: int = Field(default=1, ge=1)

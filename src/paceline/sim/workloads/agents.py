@@ -6,7 +6,7 @@ from random import Random
 
 from pydantic import Field, model_validator
 
-from paceline.config.base import FiniteSection
+from paceline.config.base import Section
 from paceline.core.streams import key, mix
 from paceline.domain.commands import StartRollout
 from paceline.domain.rollout import COMPLETED, Outcome
@@ -16,7 +16,7 @@ from paceline.sim.workloads.draws import MOST_SIGMA, lognormal, normal, whole
 _FULL = Outcome("truncated", "context", "the longest context")
 
 
-class Tool(FiniteSection):
+class Tool(Section):
     """One kind of tool call."""
 
     share: float = Field(gt=0)
@@ -29,7 +29,7 @@ class Tool(FiniteSection):
     """Mean of an exponential number of seconds on top."""
 
 
-class AgentTurns(FiniteSection):
+class AgentTurns(Section):
     """What agents do."""
 
     turns: float = Field(gt=0)

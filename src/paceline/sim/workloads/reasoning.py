@@ -14,7 +14,7 @@ from random import Random
 
 from pydantic import Field, model_validator
 
-from paceline.config.base import FiniteSection
+from paceline.config.base import Section
 from paceline.core.streams import key, mix, uniform
 from paceline.domain.commands import StartRollout
 from paceline.domain.rollout import COMPLETED, Outcome
@@ -25,7 +25,7 @@ _CUT = Outcome("truncated", "tokens", "the longest answer")
 _KEPT_TASKS = 4096
 
 
-class ReasoningLengths(FiniteSection):
+class ReasoningLengths(Section):
     """Lengths of single answers."""
 
     median: float = Field(gt=0)
