@@ -40,7 +40,8 @@ from paceline.tokens.tokenizer import ChatTokenizer
 
 TOKENIZER = ChatTokenizer.load(POLICY)
 SEQ_LEN = 512
-TOKENS = 100
+TOKENS = 300
+"""Of an answer. On a fast machine it takes a second, which is a dozen readings."""
 
 
 class OneCall(Environment):
@@ -108,7 +109,7 @@ async def run(
         packing=BatchSection(seq_len=SEQ_LEN),
         offload=Inline(),
     )
-    driver.beside("load poll", lambda: poll_load(engine, inbox.post, interval_s=0.2))
+    driver.beside("load poll", lambda: poll_load(engine, inbox.post, interval_s=0.05))
     async with asyncio.timeout(240):
         await driver.run(on.RunOpened("test", setup.seed), [on.EngineJoined(engine.info, 0)])
     return journal
