@@ -16,7 +16,6 @@ path, this file is the watcher, and imports nothing but the standard library.
 
 import functools
 import os
-import secrets
 import signal
 import sys
 import time
@@ -34,7 +33,7 @@ _AGAIN_S = 0.2
 @functools.cache
 def _mark(pid: int) -> str:
     """The mark of this process; begins the watch. Anew in a process that was forked."""
-    mark = secrets.token_hex(16)
+    mark = os.urandom(16).hex()
     theirs, ours = os.pipe()
     null = os.open(os.devnull, os.O_RDWR)
     try:
@@ -48,6 +47,8 @@ def _mark(pid: int) -> str:
                 (os.POSIX_SPAWN_DUP2, null, 1),
                 (os.POSIX_SPAWN_DUP2, null, 2),
             ],
+            # From its first moment: whoever ends this process may end its group, as Ray does, while Python starts there.
+            setsid=True,
         )
     except BaseException:
         os.close(ours)  # else it is held, and not inheritable, until this process ends
@@ -93,7 +94,6 @@ def main(mark: str) -> None:
     """Wait for the end of standard input, then end what carries the mark."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    os.setsid()  # the group of the process that is watched may be ended as one
     while os.read(0, 4096):
         pass
     entry = f"{MARK}={mark}".encode()

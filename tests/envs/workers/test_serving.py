@@ -122,6 +122,26 @@ def test_programs_end_with_the_process_that_is_killed_that_runs_them_inline(tmp_
     gone(pids, 10.0)
 
 
+KILLS_ITS_GROUP = """
+import os, signal, subprocess, sys
+from paceline.envs.orphans import marked
+nothing = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
+program = subprocess.Popen(["sleep", "600"], env={**os.environ, **marked()}, start_new_session=True, **nothing)
+print(program.pid, flush=True)
+os.killpg(0, signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what a killed process started is found in /proc")
+def test_programs_end_also_where_the_whole_group_is_killed_before_the_watcher_has_begun() -> None:
+    """Ray ends the process group of an actor that dies; the watcher needs longer to begin than this does to be killed."""
+    ended = subprocess.run(
+        [sys.executable, "-c", KILLS_ITS_GROUP], capture_output=True, text=True, start_new_session=True
+    )
+    assert ended.returncode == -signal.SIGKILL
+    gone([int(ended.stdout)], 10.0)
+
+
 async def test_without_a_gateway_it_says_so(tmp_path: Path) -> None:
     async with inside(tmp_path, "Program") as run:
         rollout = await run.roll_out()
