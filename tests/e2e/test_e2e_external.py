@@ -125,13 +125,14 @@ def test_strictly_on_policy_nothing_is_ever_stale(
 
 
 def test_under_pressure_for_kv_a_run_only_gets_slower(tmp_path: Path, model: Path) -> None:
-    """Two engines, each with room for little more than one sequence."""
+    """Two engines, each with room for little more than one sequence. So many steps that both are asked, also where the machine is
+    busy and one of them tells its load late."""
     config = load(
         RunConfig,
         [],
         flags(
             run__dir=str(tmp_path),
-            run__max_steps=2,
+            run__max_steps=12,
             engine__replicas=2,
             engine__kv_tokens=64,
             batch__seq_len=64,
@@ -143,7 +144,7 @@ def test_under_pressure_for_kv_a_run_only_gets_slower(tmp_path: Path, model: Pat
     ).value
     with trainer(tmp_path / "t", model):
         told = paceline.run(config)
-    assert (told["status"], told["steps"], told["tokens_conserved"]) == ("done", 2, True)
+    assert (told["status"], told["steps"], told["tokens_conserved"]) == ("done", 12, True)
     loads = [event.load for event in events(tmp_path / "t", on.LoadReported) if event.load is not None]
     assert max(load.preemptions for load in loads) > 0
     assert max(load.running for load in loads) <= 2

@@ -69,6 +69,7 @@ def simulation(
     weights: WeightsModel | None = None,
     faults: FaultModel | None = None,
     poll_s: float | None = None,
+    scored_at_once: int | None = None,
     folds: Sequence[Any] = (),
     watch: Callable[..., None] | None = None,
     **changes: Any,
@@ -85,6 +86,7 @@ def simulation(
         weights=weights or WeightsModel(load_s=2.0),
         faults=faults,
         poll_s=poll_s,
+        scored_at_once={"env": scored_at_once} if scored_at_once else None,
         folds=folds,
         watch=watch,
     )

@@ -28,6 +28,7 @@ from paceline.domain import events as on
 from paceline.sim.engine import EngineModel, Link, Speculation, Speed, SplitEngine
 from paceline.sim.faults import Faults
 from paceline.sim.plan import RolloutPlan, Start
+from paceline.sim.scoring import Scored, ScoringModel
 from paceline.sim.workloads import PRESETS, Workload, workload_of
 from paceline.sim.world import FaultModel, WeightsModel
 from paceline.testing.modelled import Book, ModelledEngine, ModelledEnv
@@ -157,6 +158,12 @@ CASES: dict[str, tuple[str, Callable[[], Admission], Callable[[], Scheduling], d
             "faults": FaultModel(infrastructure=0.1, environment=0.05, call=0.05, load=0.3),
         },
     ),
+    "a line before the scorers": (
+        "code-single",
+        lambda: FixedCap(12),
+        lambda: Overprovision(1.5, "discard"),
+        {"lag": 0, "max_staleness": 0, "scoring": ScoringModel(at_once=3, median_s=4.0, sigma=0.7)},
+    ),
     # One engine: readings of two come at the same moment, in an order of the loop's, and the first gets what starts.
     "adaptive": (
         "swe-small",
@@ -207,10 +214,13 @@ def test_heap_and_runtime_give_the_same_commands_at_the_same_times(case: str, se
     engines, make = changes.pop("engines", 2), changes.pop("make", EngineModel)
     weights = WeightsModel(load_s=2.0, mode=changes.pop("mode", "keep"))
     anew, faults = changes.pop("anew", False), changes.pop("faults", None)
+    scoring = changes.pop("scoring", ScoringModel())
     of = small_setup(seed=seed, **changes)
     workload: Workload = workload_of(PRESETS[preset], seed)
     if anew:
         workload = Anew(workload)
+    if scoring.median_s is not None:
+        workload = Scored(workload, scoring, seed)
     kept = Kept()
     simulation(
         of=of,
@@ -222,10 +232,13 @@ def test_heap_and_runtime_give_the_same_commands_at_the_same_times(case: str, se
         workload=workload,
         weights=weights,
         poll_s=poll_s,
+        scored_at_once=scoring.at_once,
         faults=faults,
         folds=[kept],
     ).run()
-    book = Book({"env": workload}, Faults(faults, of.seed))
+    book = Book(
+        {"env": workload}, Faults(faults, of.seed), {"env": scoring.at_once} if scoring.at_once else {}
+    )
     run = run_driver(
         of,
         {"env": ModelledEnv(book)},

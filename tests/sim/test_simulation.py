@@ -26,6 +26,8 @@ from paceline.domain import events as on
 from paceline.errors import EngineError
 from paceline.sim.engine import EngineModel, Link, Speculation, Speed, SplitEngine
 from paceline.sim.engine.split import Recompute
+from paceline.sim.scoring import Scored, ScoringModel
+from paceline.sim.workloads import PRESETS, workload_of
 from paceline.sim.world import FaultModel, WeightsModel
 from paceline.testing.simulated import Checked
 
@@ -100,7 +102,7 @@ def split(speed: Speed, recompute: Recompute) -> SplitEngine:
 
 
 def chance_run(seed: int) -> None:
-    """A small world with everything drawn: policy, admission, faults, memory, weights, segments, kinds of engines."""
+    """A small world with everything drawn: policy, admission, faults, memory, weights, segments, kinds of engines, scorers."""
 
     def draw(what: str, n: int) -> int:
         return int(uniform(key(seed, what), 0) * n)
@@ -120,8 +122,12 @@ def chance_run(seed: int) -> None:
     if draw("speculation", 4) == 0:
         speed = msgspec.structs.replace(speed, speculation=Speculation(off_above=10))
     kind = draw("kind", 6)
+    preset = PRESETS[("code-single", "math-tool", "search")[draw("preset", 3)]]
+    scorers = (None, None, 2, 6)[draw("scorers", 4)]
+    scoring = ScoringModel(at_once=scorers, median_s=3.0 if scorers else None)
     sim = simulation(
-        ("code-single", "math-tool", "search")[draw("preset", 3)],
+        workload=Scored(workload_of(preset, seed), scoring, seed),
+        scored_at_once=scorers,
         seed=seed,
         scheduling=make(),
         admission=admission,

@@ -37,6 +37,7 @@ from paceline.sim.metrics import (
 )
 from paceline.sim.plan import RolloutPlan, Workload
 from paceline.sim.requests import Record
+from paceline.sim.scoring import Scored
 from paceline.sim.simulation import Fold, Simulation
 from paceline.sim.study import PolicySection, SimEnv, StudyConfig, WorkloadSection
 from paceline.sim.workloads import Recorded, workload_of
@@ -109,6 +110,8 @@ def build(
     cannot work."""
     made = workloads_of(workload, seed, journals)
     workload = _with_recorded_groups(workload, made)
+    scoring = {env.label: env.scoring for env in workload.env if env.scoring is not None}
+    made |= {env: Scored(made[env], of, seed) for env, of in scoring.items()}
     workloads = {env: Drawn(each) for env, each in made.items()}
     config = study.run_config(workload, policy, seed)
     sizes = {("train", env.label): env.tasks for env in workload.env}
@@ -127,6 +130,7 @@ def build(
         faults=study.faults,
         poll_s=study.study.poll_s if chosen.learns else None,
         shared_kv_s=study.shared_kv_s,
+        scored_at_once={env: of.at_once for env, of in scoring.items() if of.at_once is not None},
         folds=folds,
     )
 

@@ -46,6 +46,8 @@ class SimRollout(msgspec.Struct, eq=False, gc=False):
     """The engine request under way."""
     cancelled: CancelCause | None = None
     is_over: bool = False
+    has_scorer: bool = False
+    """Whether it has one of the places to be scored."""
     model_s: float = 0.0
     gate_s: float = 0.0
     failure: Outcome | None = None

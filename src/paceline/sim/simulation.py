@@ -33,6 +33,7 @@ from paceline.sim.faults import FAILED_CALL, Faults
 from paceline.sim.plan import Workload
 from paceline.sim.records import blank_samples
 from paceline.sim.rollouts import SimRollout
+from paceline.sim.scoring import ScoringLine
 from paceline.sim.siblings import Siblings
 from paceline.sim.training import Training
 from paceline.sim.world import FaultModel, TrainerModel, WeightsModel
@@ -60,11 +61,12 @@ class Simulation:
         faults: FaultModel | None = None,
         poll_s: float | None = None,
         shared_kv_s: float | None = None,
+        scored_at_once: Mapping[EnvName, int] | None = None,
         folds: Sequence[Fold] = (),
         watch: Callable[[Simulation, Event, Sequence[Command]], None] | None = None,
     ) -> None:
         """`poll_s`: seconds between readings of an engine's metrics; None reads none. `shared_kv_s`: engines share a pool of KV, and bringing a token of it takes this long; None: each has its
-        own. `watch` is called after every decision, when its commands were given out."""
+        own. `scored_at_once`: by environment; one without has as many places as it needs. `watch` is called after every decision, when its commands were given out."""
         self.core = core
         self.engines = dict(engines)
         self.now = 0.0
@@ -81,6 +83,9 @@ class Simulation:
         self._faults = Faults(faults, core.setup.seed)
         self._training = Training(self, trainer or TrainerModel(), weights or WeightsModel(), self._faults)
         self._shared_kv_s = shared_kv_s
+        self._lines = {
+            env: ScoringLine(places, self._score) for env, places in (scored_at_once or {}).items()
+        }
         self._folds = tuple(folds)
         self._watch = watch
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -323,9 +328,16 @@ class Simulation:
             else:
                 self._begin_turn(rollout)
         elif plan.score_s > 0.0:
-            self.at(self.now + plan.score_s, self._end, rollout, plan.outcome)
+            line = self._lines.get(rollout.command.task.env)
+            if line is None:
+                self._score(rollout)
+            else:
+                line.come(rollout)
         else:
             self._end(rollout, plan.outcome)
+
+    def _score(self, rollout: SimRollout) -> None:
+        self.at(self.now + rollout.plan.score_s, self._end, rollout, rollout.plan.outcome)
 
     def _end(self, rollout: SimRollout, outcome: Outcome) -> None:
         if rollout.is_over:
@@ -334,6 +346,8 @@ class Simulation:
             return  # cancelled at this very moment; that is on its way
         rollout.is_over = True
         del self.running[rollout.command.rollout]
+        if rollout.has_scorer:
+            self._lines[rollout.command.task.env].leave(rollout)
         self._post(on.RolloutEnded(rollout.record(outcome, self.now)))
 
     def _failed_call(self, rollout: SimRollout, call: Call, name: EngineId) -> None:

@@ -34,6 +34,7 @@ from paceline.sim.engine import (
     Speed,
     speed_of,
 )
+from paceline.sim.scoring import ScoringModel
 from paceline.sim.workloads import PRESETS, AgentTurns, ReasoningLengths
 from paceline.sim.world import FaultModel, TrainerModel, WeightsModel
 
@@ -118,6 +119,8 @@ class SimEnv(Section):
     """Most rollouts started a minute."""
     max_attempts: int = Field(default=2, ge=1)
     """Attempts at one member."""
+    scoring: ScoringModel | None = None
+    """How its rollouts are scored; none: as the preset or the recorded run has it, all at once."""
 
     @model_validator(mode="after")
     def _one_kind(self) -> SimEnv:

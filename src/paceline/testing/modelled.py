@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from math import inf
 
 import numpy as np
@@ -42,9 +43,16 @@ class Book:
     """What engines must know of rollouts and a request does not say: how long the answer will be, and what its context
     shares with others."""
 
-    def __init__(self, workloads: Mapping[EnvName, Workload], faults: Faults | None = None) -> None:
-        """`faults`: which attempts, requests and loads fail; None: none does. Engines are not lost."""
+    def __init__(
+        self,
+        workloads: Mapping[EnvName, Workload],
+        faults: Faults | None = None,
+        scored_at_once: Mapping[EnvName, int] | None = None,
+    ) -> None:
+        """`faults`: which attempts, requests and loads fail; None: none does. Engines are not lost. `scored_at_once`: places to be
+        scored, by environment; one without has as many as it needs."""
         self.workloads = workloads
+        self.scorers = {env: asyncio.Semaphore(places) for env, places in (scored_at_once or {}).items()}
         self.faults = faults or Faults(None, 0)
         self.plans: dict[RolloutId, tuple[EnvName, RolloutPlan]] = {}
         self.left: dict[RolloutId, int] = {}
@@ -86,7 +94,8 @@ class ModelledEnv(Environment):
             book.left[ctx.rollout] = sampled
             await model.generate(ids, max_tokens=sampled)
         if plan.score_s:
-            await ctx.sleep(plan.score_s)
+            async with book.scorers.get(env, nullcontext()):
+                await ctx.sleep(plan.score_s)
         cause = plan.outcome.cause
         limit: Limit | None = None if cause is None else "tokens" if cause == "tokens" else "context"
         return Result(reward=plan.reward, truncated=limit)
