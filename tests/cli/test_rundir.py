@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.run import add_arguments, forgiven
+from paceline.cli.main import main
+from paceline.cli.run import add_arguments, config_of, forgiven
 from paceline.cli.rundir import existing_run_dir, keep_config, mend_status
 from paceline.config import RunConfig
+from paceline.config.dump import dump
+from paceline.config.load import load
 from paceline.domain.events import RunOpened
 from paceline.errors import ConfigError
 from paceline.journal import FileJournal
@@ -103,3 +106,35 @@ def test_only_environments_that_are_there_are_forgiven_and_only_by_a_run_that_go
         forgiven(config, "", ["c"])
     with pytest.raises(ConfigError, match="add --resume"):
         forgiven(config, None, ["all"])
+
+
+def test_a_run_goes_on_by_the_config_that_it_keeps_and_finds_modules_beside_its_files(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    source = tmp_path / "mine" / "run.toml"
+    source.write_text('[model]\nname = "m"\n[[env]]\nid = "words:Words"\n[batch]\nrollouts = 24\n')
+    loaded = load(RunConfig, [source], ["--run.seed", "5"])
+    run_dir = tmp_path / "runs" / "run"
+    run_dir.mkdir(parents=True)
+    keep_config(run_dir, dump(loaded.value, loaded.provenance))
+    configs, beside = config_of(str(run_dir))
+    assert load(RunConfig, configs).value == loaded.value
+    assert beside == [tmp_path / "mine"]
+    source.unlink()
+    (tmp_path / "mine").rmdir()
+    assert config_of(str(run_dir)) == (configs, [])
+
+
+def test_where_no_config_is_given_it_says_what_to_give(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "run.toml"
+    config.touch()
+    for words, told in (
+        (["run"], "no CONFIG is given: `paceline run CONFIG`"),
+        (["run", "--resume"], "only `paceline run --resume RUN` does without"),
+        (["run", "--resume", str(config)], f"for a config, `paceline run {config} --resume`"),
+        (["run", "--resume", str(tmp_path)], f"there is no run in {tmp_path}: it has no config.toml"),
+        (["doctor"], "CONFIG"),
+    ):
+        assert main(words) == 2
+        assert told in capsys.readouterr().err

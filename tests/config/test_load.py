@@ -38,8 +38,6 @@ def test_every_leaf_says_which_line_flag_or_default_it_comes_from(load_text: Loa
         "env.1.args.x": "run.toml:9",
     }
     assert loaded.provenance["env.0.limits.max_turns"] == "default"
-    assert loaded.file_of("env.1.id") == Path("run.toml")
-    assert loaded.file_of("env.1.weight") is None
 
 
 def test_a_later_file_wins_tables_merge_and_lists_are_replaced(load_text: LoadText) -> None:

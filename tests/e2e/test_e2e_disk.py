@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable
 from functools import partial
@@ -31,6 +32,16 @@ ONE_AT_A_TIME = {
 def seen(told: Path) -> list[str]:
     """Rollouts that began, as somebody outside of the run was told."""
     return told.read_text().split() if told.exists() else []
+
+
+def test_a_run_whose_directory_is_removed_has_failed_and_says_why(tmp_path: Path) -> None:
+    """It had said that it was done, with 0, and had nothing but a status to show for it."""
+    run = CommandLine(tmp_path, run__max_steps=1000)
+    run.when_trained(1)
+    shutil.rmtree(run.run_dir, ignore_errors=True)  # what the trainer writes meanwhile may stay
+    assert run.end(within_s=60) == 1
+    assert "removed while" in run.said
+    assert "Traceback" not in run.said
 
 
 def finishes(root: Path, steps: int, **options: object) -> CommandLine:

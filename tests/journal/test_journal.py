@@ -539,3 +539,25 @@ async def test_a_flush_that_comes_while_the_writer_ends_of_a_mistake_hears_of_it
     finally:
         slow.set()
     await asyncio.to_thread(kept._thread.join)
+
+
+@pytest.mark.parametrize("kind", ["journal", "rollouts"])
+async def test_files_that_are_removed_while_they_are_written_end_it_with_their_name(
+    tmp_path: Path, kind: str
+) -> None:
+    """What is written to a file without a name is lost when it is closed, and no write of it fails."""
+    told: list[BaseException] = []
+    kept = journal(tmp_path, fsync_s=0.01, on_error=told.append)
+    kept.append(0.0, RolloutEnded(rollout(0)), ())
+    await kept.flush()
+    (removed,) = (tmp_path / kind).glob("000001.*")
+    removed.unlink()
+    kept.append(1.0, RolloutEnded(rollout(1)), ())
+    with pytest.raises(OSError, match=rf"{removed} was removed while it was being written"):
+        await kept.flush()
+    with pytest.raises(OSError, match="the journal is closed"):
+        await kept.flush()
+    (error,) = told
+    assert isinstance(error, WireError)
+    with pytest.raises(OSError, match="could not be written"):
+        await kept.close()

@@ -25,6 +25,7 @@ from typing import IO, TYPE_CHECKING, NoReturn
 
 import msgspec
 
+from paceline.cli.open_files import allow_open_files
 from paceline.cli.options import add_config_argument, load_config, positive
 from paceline.core.evaluation import EvalEpoch
 from paceline.core.streams import key, mix
@@ -61,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     """0 when every eval was measured, 1 when one had no rollout with a score. KeyboardInterrupt after a Ctrl-C or
     SIGTERM, when what had been measured by then is printed."""
     config = load_config(args).value
+    allow_open_files()
     if args.chat not in config.chat:
         there = ", ".join(sorted(config.chat)) or "none"
         raise ConfigError(

@@ -59,6 +59,7 @@ _EXTRAS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; the exit code: 0 done, 2 the user must change something, 1 any other failure."""
+    _open_standard_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words or os.environ.get("PACELINE_DEBUG", "") not in ("", "0")
     try:
@@ -74,6 +75,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (`| head`) has what it wanted. Point stdout elsewhere, or the flush at exit fails again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _open_standard_streams() -> None:
+    """Where this was started without them (`>&-`, some service managers): else the first files that are opened take their numbers, and
+    get what this process and its children print."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+            os.set_inheritable(opened, True)
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
 def _dispatch(words: list[str]) -> int:

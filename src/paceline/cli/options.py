@@ -15,7 +15,7 @@ import argparse
 import importlib.util
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from paceline.config.load import Loaded
 
 
-def add_config_argument(parser: argparse.ArgumentParser) -> None:
+def add_config_argument(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """`CONFIG...`: files that are merged in order."""
     parser.add_argument(
         "config",
         metavar="CONFIG",
-        nargs="+",
+        nargs="+" if required else "*",
         type=Path,
         help="TOML file; a later one is laid over the earlier",
     )
@@ -57,13 +57,14 @@ def positive(text: str) -> int:
     return number
 
 
-def load_config(args: argparse.Namespace) -> Loaded[RunConfig]:
-    """The config that the command line names. ConfigError with everything that is wrong with it."""
+def load_config(args: argparse.Namespace, beside: Iterable[Path] = ()) -> Loaded[RunConfig]:
+    """The config that the command line names. ConfigError with everything that is wrong with it. `beside`: more folders in which
+    modules may lie."""
     from paceline.config import RunConfig
     from paceline.config.load import load
 
     # `module:Class` in a config means a module that lies beside it, or where the command was given.
-    for folder in (Path.cwd(), *(path.resolve().parent for path in args.config)):
+    for folder in (Path.cwd(), *(path.resolve().parent for path in args.config), *beside):
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
     return load(RunConfig, args.config, args.overrides)

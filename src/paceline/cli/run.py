@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from paceline.cli.open_files import allow_open_files
 from paceline.cli.options import add_config_argument, load_config
 from paceline.errors import ConfigError, PacelineError, WireError, printable
 
@@ -43,13 +44,14 @@ class Outcome(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_config_argument(parser)
+    add_config_argument(parser, required=False)
     parser.add_argument(
         "--resume",
         nargs="?",
         const="",
         metavar="RUN",
-        help="go on with the run in directory RUN; without RUN, with the newest run of this name",
+        help="go on with the run in directory RUN, by its own config where no CONFIG is given; without RUN, with the newest run of "
+        "this name",
     )
     parser.add_argument(
         "--forgive",
@@ -68,7 +70,10 @@ def run(args: argparse.Namespace) -> int:
     from paceline.cli.doctor import render
     from paceline.cli.stopping import leave_with
 
-    loaded = load_config(args)
+    beside: list[Path] = []
+    if not args.config:
+        args.config, beside = config_of(args.resume)
+    loaded = load_config(args, beside)
     if args.dry_run:
         findings = asyncio.run(diagnose(loaded))
         print(render(findings, color=sys.stdout.isatty()), flush=True)
@@ -84,6 +89,26 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(outcome.summary), flush=True)
     leave_with(outcome.code)
     return outcome.code
+
+
+def config_of(resume: str | None) -> tuple[list[Path], list[Path]]:
+    """What stands for CONFIG where none is given: the config that the run keeps, and the folders of the files it was made of, in which
+    its modules may lie. ConfigError where `--resume` names no run."""
+    from paceline.cli.rundir import CONFIG_FILE, folders_of
+
+    if not resume:
+        raise ConfigError(
+            "no CONFIG is given: `paceline run CONFIG`; only `paceline run --resume RUN` does without, and takes that of the run"
+        )
+    given = Path(resume).expanduser()
+    if given.is_file():
+        raise ConfigError(
+            f"--resume: {resume} is a file, not a run directory: for a config, `paceline run {resume} --resume`"
+        )
+    kept = given / CONFIG_FILE
+    if not kept.is_file():
+        raise ConfigError(f"--resume: there is no run in {given.absolute()}: it has no {CONFIG_FILE}")
+    return [kept], folders_of(kept)
 
 
 def forgiven(config: RunConfig, resume: str | None, names: list[str] | None) -> tuple[str, ...]:
@@ -146,6 +171,7 @@ def start(
     from paceline.transport.status import open_run
 
     config = loaded.value
+    allow_open_files()
     resolve_model_dir(config.model.name)  # fetches it if need be: before there is a directory
     goes_on: Resumption | None = None
     with ExitStack() as stack:
@@ -305,6 +331,8 @@ def execute(
             _say(f"  {note}")
         if os.strerror(errno.ENOSPC) in status.status.reason:
             _say(f"  free some space at {run_dir}, then go on with --resume {run_dir}")
+        if lock_fd is not None and not os.fstat(lock_fd).st_nlink:
+            _say(f"  {run_dir} was removed while the run went on, and what it held is gone")
     told = summary(folds, wall_s=time.monotonic() - began)
     told |= {"run_dir": str(run_dir), "status": status.status.status, "reason": status.status.reason}
     try:

@@ -24,6 +24,8 @@ CONFIG_FILE = "config.toml"
 CONFIGS = "configs"
 """One file a life."""
 LOCK_FILE = "run.lock"
+_SOURCE = re.compile(r"  # (.+):\d+$", re.MULTILINE)
+"""Of a value in a config that is kept: the file that it was read from."""
 _TRAINER_CHECKPOINT = re.compile(r"v(\d{8})")
 _LOCK_WAIT_S = 10.0
 """A killed run's processes end within seconds; after that, somebody runs it."""
@@ -153,6 +155,15 @@ def keep_config(run_dir: Path, text: str) -> int:
     (folder / f"{number:06d}.toml").write_text(text, encoding="utf-8")
     (run_dir / CONFIG_FILE).write_text(text, encoding="utf-8")
     return number
+
+
+def folders_of(kept: Path) -> list[Path]:
+    """Folders of the files that a kept config was made of, as far as they are there; none where it cannot be read."""
+    try:
+        sources = _SOURCE.findall(kept.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return []
+    return [folder for folder in dict.fromkeys(Path(source).parent for source in sources) if folder.is_dir()]
 
 
 def mend_status(run_dir: Path) -> list[str]:

@@ -10,6 +10,7 @@ import asyncio
 from pathlib import Path
 
 from paceline.config import JournalSection
+from paceline.errors import WireError
 from paceline.journal.writer import FileJournal
 from paceline.runtime.room import Room
 
@@ -20,10 +21,10 @@ class Storing:
     def __init__(self, run_dir: Path, run_id: str, section: JournalSection) -> None:
         loop = asyncio.get_running_loop()
         self._room: Room | None = None
-        self._error: OSError | None = None
+        self._error: OSError | WireError | None = None
         self._failed = asyncio.Event()
 
-        def failed(error: OSError) -> None:
+        def failed(error: OSError | WireError) -> None:
             self._error = error
             loop.call_soon_threadsafe(self._failed.set)
 
@@ -58,6 +59,10 @@ class Storing:
         """A journal that cannot be written ends the run: what it did from then on could not be told."""
         await self._failed.wait()
         error = self._error or OSError("the disk failed")
+        if isinstance(
+            error, WireError
+        ):  # its files have been removed: there is no disk to mend, and little to resume
+            raise error
         raise OSError(error.errno, f"{error.strerror or error}: mend the disk and resume", error.filename)
 
     def give_up(self) -> None:

@@ -40,11 +40,6 @@ class Loaded(Generic[T]):
     provenance: Mapping[str, str]
     """Dotted key of every leaf (`env.0.weight`) -> `file:line`, `flag` or `default`."""
 
-    def file_of(self, key: str) -> FilePath | None:
-        """The file that set `key`, for paths that are meant relative to it; None for flags and defaults."""
-        source = self.provenance.get(key, "default")
-        return None if source in ("default", "flag") else FilePath(source.rpartition(":")[0])
-
 
 def load(model_cls: type[T], files: Sequence[FilePath], overrides: Sequence[str] = ()) -> Loaded[T]:
     """The config that `files`, merged in order, and `overrides` (`--a.b-c 3`, see `flags`) describe.

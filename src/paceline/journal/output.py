@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
+from paceline.errors import WireError
 from paceline.journal.files import file_numbers, file_path
 from paceline.journal.frames import FileHeader, FileKind, file_start, frame, next_commit
 
@@ -25,6 +26,8 @@ class Output:
         self._durable = 0
         """Bytes of the file that were flushed."""
         self._dirty = False
+        self._has_name = False
+        """Whether the file system counts the names of files, so that one without any has been removed."""
         self._commit = 0
         """Number of the last commit in the file."""
         self._follows = follows
@@ -42,8 +45,14 @@ class Output:
         self._dirty = True
 
     def flush(self) -> None:
+        """WireError when the file has been removed meanwhile, and what it held with it."""
         if self._file is not None and self._dirty:
             os.fsync(self._file.fileno())
+            if self._has_name and not os.fstat(self._file.fileno()).st_nlink:
+                raise WireError(
+                    f"{self._file.name} was removed while it was being written, and the records in it are lost: nothing may "
+                    "touch a run's directory while it goes on"
+                )
             self._dirty = False
             self._durable = self._size
             self._commit = next_commit(self._commit)
@@ -91,6 +100,7 @@ class Output:
         try:
             self._put(file, file_start(header))
             os.fsync(file.fileno())
+            self._has_name = os.fstat(file.fileno()).st_nlink > 0
             self._durable = self._size
         except OSError:
             # A file without a whole header is no journal file. It must not be there for a reader to trip over.

@@ -94,7 +94,7 @@ class FileJournal:
         keep_steps: int | None = None,
         keep_bytes: int | None = None,
         backlog_bytes: int = BACKLOG_BYTES,
-        on_error: Callable[[OSError], None] | None = None,
+        on_error: Callable[[OSError | WireError], None] | None = None,
         on_room: Callable[[str, str], None] | None = None,
     ) -> None:
         """WireError if the directory holds another run's journal, or another process is writing it.
@@ -234,12 +234,13 @@ class FileJournal:
                 if closing:
                     return
         except Exception as error:
-            # A mistake of ours: whoever waits must hear of it rather than wait for ever.
+            # A mistake of ours, or the files are gone: whoever waits must hear of it rather than wait for ever.
             self._bug = error
             if self._on_error is not None:
-                self._on_error(_stopped(error))
+                self._on_error(error if isinstance(error, WireError) else _stopped(error))
             self._answer(_stopped(error))
-            raise
+            if not isinstance(error, WireError):
+                raise
         finally:
             self._log.abandon()
             self._store.abandon()
@@ -332,6 +333,8 @@ class FileJournal:
 
 
 def _stopped(bug: Exception) -> OSError:
+    if isinstance(bug, WireError):
+        return OSError(str(bug))
     return OSError(f"the journal's writer stopped: {bug!r}")
 
 

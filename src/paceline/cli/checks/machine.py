@@ -8,11 +8,14 @@ import socket
 from pathlib import Path
 
 from paceline.cli.checks.model import local_model_dir
-from paceline.config import ReferenceTrainer, RunConfig
+from paceline.cli.open_files import allow_open_files
+from paceline.config import EmbeddedEngine, FixedAdmission, ReferenceTrainer, RunConfig
 from paceline.errors import PacelineError
 from paceline.runtime.doctor import Finding
 
 _SMALL_DISK = 512 * 2**20
+_FILES = 128
+"""Open in a run beside the calls in flight: journal, rollouts, pipes of processes, sockets of the loop."""
 
 
 def run_dir(config: RunConfig) -> list[Finding]:
@@ -55,6 +58,28 @@ def _disk_needed(config: RunConfig) -> int:
     kept = versions_kept(config)
     # A checkpoint holds float32 weights and two moments of the optimizer.
     return weights * (min(kept, config.run.max_steps) + 6 * (config.checkpoint.keep_last + 1))
+
+
+def open_files(config: RunConfig) -> list[Finding]:
+    """A call in flight holds a connection; where the cap is not known beforehand, as many as any engine would get."""
+    allowed = allow_open_files()
+    engines = config.engine.replicas if isinstance(config.engine, EmbeddedEngine) else len(config.engine.urls)
+    fixed = isinstance(config.admission, FixedAdmission)
+    calls = engines * config.admission.cap if isinstance(config.admission, FixedAdmission) else 64 * engines
+    needed = _FILES + calls
+    facts = (
+        f"{allowed:,} allowed, {'' if fixed else 'at least '}{needed:,} needed with {calls:,} calls in flight"
+    )
+    if allowed >= needed:
+        return [Finding("ok", "open files", facts)]
+    return [
+        Finding(
+            "error" if allowed < _FILES else "warning",
+            "this process may not have enough files and connections open",
+            facts,
+            "raise the limit, with `ulimit -Hn` or the LimitNOFILE of a service",
+        )
+    ]
 
 
 def ports(config: RunConfig) -> list[Finding]:
