@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,9 +16,9 @@ import pytest
 from paceline.cli.main import main
 from paceline.cli.studies import simulate
 from paceline.errors import ConfigError, NoProgressError
-from paceline.sim.cells import Cell, build, paired, run_cell
+from paceline.sim.cells import Cell, Spread, build, paired, run_cell
 from paceline.sim.engine import EngineModel, SplitEngine
-from paceline.sim.page import page
+from paceline.sim.page import against_first, page
 from paceline.sim.study import DEAD_GROUPS, StudyConfig, load_study
 
 STUDIES = sorted((Path(__file__).parents[2] / "examples" / "studies").glob("*.toml"))
@@ -106,6 +107,39 @@ def test_a_cell_repeats_and_overlapping_takes_less_time(tmp_path: Path) -> None:
     assert faster is not None
     assert faster.mean > 1.0
     assert page("small", cells, ()).startswith("<!doctype html>")
+
+
+def cell(policy: str, seed: int, workload: str = "w", **numbers: float) -> Cell:
+    return Cell(policy, workload, seed, dict(numbers))
+
+
+def test_policies_are_held_against_the_first_of_a_study_seed_by_seed(tmp_path: Path) -> None:
+    """Of two seeds that differ far more than policies do, what is paired says which is better, and by how much."""
+    cells = [
+        cell("base", 1, goodput=100.0, step_s=10.0, tail_s=4.0),
+        cell("fast", 1, goodput=150.0, step_s=5.0),
+        cell("slow", 1, goodput=80.0, step_s=20.0, tail_s=8.0),
+        cell("base", 2, goodput=1000.0, step_s=30.0, tail_s=2.0),
+        cell("fast", 2, goodput=1500.0, step_s=15.0),
+        cell("slow", 2, goodput=800.0, step_s=60.0, tail_s=2.0),
+        cell("base", 1, "other", goodput=3.0),
+    ]
+    found = against_first(cells, "w")
+    assert list(found) == ["goodput", "step_s", "tail_s"]
+    assert found["goodput"] == {"fast": Spread(1.5, 0.0), "slow": Spread(0.8, 0.0)}
+    assert found["step_s"] == {"fast": Spread(2.0, 0.0), "slow": Spread(0.5, 0.0)}
+    assert set(found["tail_s"]) == {"slow"}
+    assert found["tail_s"]["slow"].mean == 0.75
+    assert against_first(cells, "other") == {}
+    written = page("<s>", cells, ())
+    assert "By base, seed by seed" in written
+    # A policy a column, in each: one that lacks a number has an empty cell, and the others keep theirs.
+    assert "<tr><td>tails, times as fast</td><td></td><td>0.750 <small>±3.18</small></td></tr>" in written
+    assert "<tr><th></th><th>base</th><th>fast</th><th>slow</th></tr>" in written
+    assert "<s>" not in written.replace("<small>", "")
+    # A policy has one colour, also where another before it lacks the number.
+    bars = written[written.index("tail, s</figcaption>") :]
+    assert re.findall(r"fill='(#\w+)' rx", bars[: bars.index("</svg>")]) == ["#2563eb", "#059669"]
 
 
 POOL = """

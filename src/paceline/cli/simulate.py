@@ -39,7 +39,7 @@ from paceline.errors import ConfigError, printable
 from paceline.sim.calibrate import RecordedEngines
 from paceline.sim.cells import Cell
 from paceline.sim.engine import GPUS, MODELS
-from paceline.sim.page import COLUMNS, number, table
+from paceline.sim.page import NUMBERS, PAIRED, against_first, number, table
 from paceline.sim.study import StudyConfig, load_study, problems_of
 from paceline.sim.workloads import PRESETS, Recorded
 
@@ -247,9 +247,13 @@ def _table(cells: list[Cell], workload: str) -> Table:
     shown.add_column("")
     for policy, _ in rows:
         shown.add_column(_text(policy), justify="right")
-    for name, title in COLUMNS.items():
+    for name, each in NUMBERS.items():
         if any(name in found for _, found in rows):
-            shown.add_row(title, *(number(f[name].mean, name) if name in f else "" for _, f in rows))
+            shown.add_row(each.title, *(number(f[name].mean, name) if name in f else "" for _, f in rows))
+    for name, by_policy in against_first(cells, workload).items():
+        if name in ("goodput", "step_s"):
+            ratios = [by_policy.get(policy) for policy, _ in rows[1:]]
+            shown.add_row(PAIRED[name], "1", *(f"{r.mean:.2f} ±{r.half:.2f}" if r else "" for r in ratios))
     return shown
 
 
