@@ -462,3 +462,20 @@ def test_prompts_that_are_longer_than_a_sample_may_be_are_told_before_the_run(
 def test_a_finding_cannot_command_the_terminal() -> None:
     told = render([Finding("error", "a\x1b[2J", "b\rc\nd", "e\x07")])
     assert not set("\x1b\r\x07") & set(told)
+
+
+def test_what_cannot_fit_into_memory_is_told_before_it_is_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text('[model]\nname = "pkg:paceline/assets/small_policy"\n[[env]]\nid = "reverse-text"\n')
+    options = ["--run.dir", str(tmp_path), "--engine.replicas", "2"]
+    assert main(["doctor", str(config), *options]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    # 4 layers of 2 x 2 x 32 numbers of 4 bytes: 2,048 a token, as `paceline capacity` has it.
+    assert "2 x 0.07 GB for engine.kv_tokens = 32768" in told
+    assert main(["doctor", str(config), *options, "--engine.kv_tokens", "1000000000000"]) == 2
+    told = " ".join(capsys.readouterr().out.split())
+    assert "the engines and the trainer do not fit into memory" in told
+    assert "at least 4,096,000.0 GB needed: 2 x 2,048,000.00 GB for engine.kv_tokens = 1000000000000" in told
+    assert "lower engine.kv_tokens" in told

@@ -67,6 +67,7 @@ def checks_of(loaded: Loaded[RunConfig], *, probe_s: float = servers.PROBE_S) ->
         "algorithm": lambda: imports.algorithms(config),
         "services": lambda: imports.services(config),
         "run directory": lambda: machine.run_dir(config),
+        "memory": lambda: machine.memory(config),
         "open files": lambda: machine.open_files(config),
         "ports": lambda: machine.ports(config),
     }

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
 from pathlib import Path
 
-from paceline.cli.checks.model import local_model_dir
+from paceline.cli.checks.model import local_model_dir, model_here
 from paceline.cli.open_files import allow_open_files
 from paceline.config import EmbeddedEngine, FixedAdmission, ReferenceTrainer, RunConfig
-from paceline.errors import PacelineError
+from paceline.core.capacity import kv_shape_of
+from paceline.errors import ConfigError, PacelineError
 from paceline.runtime.doctor import Finding
 
 _SMALL_DISK = 512 * 2**20
@@ -58,6 +60,42 @@ def _disk_needed(config: RunConfig) -> int:
     kept = versions_kept(config)
     # A checkpoint holds float32 weights and two moments of the optimizer.
     return weights * (min(kept, config.run.max_steps) + 6 * (config.checkpoint.keep_last + 1))
+
+
+def memory(config: RunConfig) -> list[Finding]:
+    """What engines of our own and the reference trainer hold at least: what is computed with for a while comes on top."""
+    engine, directory = config.engine, model_here(config)
+    if not isinstance(engine, EmbeddedEngine) or directory is None:
+        return []
+    try:
+        shape = kv_shape_of(json.loads((directory / "config.json").read_text(encoding="utf-8")), engine.dtype)
+    except (OSError, ValueError, ConfigError):
+        return []  # a model that the engine cannot run, which it tells with the reason
+    weights = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    cache = shape.bytes_per_token * engine.kv_tokens
+    # Beside its weights a trainer has their gradients, and two moments of each.
+    trainer = 4 * weights if isinstance(config.trainer, ReferenceTrainer) else 0
+    needed, there = engine.replicas * (weights + cache) + trainer, memory_bytes()
+    facts = (
+        f"{there / 1e9:.1f} GB here, at least {needed / 1e9:,.1f} GB needed: {engine.replicas} x {cache / 1e9:,.2f} GB for "
+        f"engine.kv_tokens = {engine.kv_tokens}, {weights / 1e9:.2f} GB of weights in each engine"
+    )
+    if trainer:
+        facts += f", {trainer / 1e9:.2f} GB in the trainer"
+    if needed <= there:
+        return [Finding("ok", "memory", facts)]
+    remedy = "lower engine.kv_tokens or engine.replicas, or take a machine with more memory"
+    return [Finding("error", "the engines and the trainer do not fit into memory", facts, remedy)]
+
+
+def memory_bytes() -> int:
+    """Memory of this machine, or of the container that this process is in."""
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+    except OSError:
+        return there
+    return min(there, int(limit)) if limit.isdigit() else there
 
 
 def open_files(config: RunConfig) -> list[Finding]:
