@@ -7,6 +7,7 @@ import asyncio
 import errno
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -330,7 +331,7 @@ def execute(
         for note in getattr(error, "__notes__", ()):
             _say(f"  {note}")
         if os.strerror(errno.ENOSPC) in status.status.reason:
-            _say(f"  free some space at {run_dir}, then go on with --resume {run_dir}")
+            _say(f"  free some space at {run_dir}, then `{_resumes(run_dir)}`")
         if lock_fd is not None and not os.fstat(lock_fd).st_nlink:
             _say(f"  {run_dir} was removed while the run went on, and what it held is gone")
     told = summary(folds, wall_s=time.monotonic() - began)
@@ -342,9 +343,14 @@ def execute(
     else:
         _say(f"disk: {use}")
         told["disk"] = use.bytes()
-    more = "; --resume goes on" if status.status.status == "stopped" else ""
+    more = f"; `{_resumes(run_dir)}` goes on" if status.status.status == "stopped" else ""
     _say(f"{status.status.status}: {run_dir}{more}")
     return Outcome(told, code, error)
+
+
+def _resumes(run_dir: Path) -> str:
+    """The command that goes on with a run."""
+    return f"paceline run --resume {shlex.quote(str(run_dir))}"
 
 
 def _awaiting_trainer(config: RunConfig, run_dir: Path) -> Iterator[TrainerAwaited]:
