@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "capacity": ("paceline.cli.capacity", "how many rollouts fit: the KV arithmetic of a model and a GPU"),
     "simulate": ("paceline.cli.simulate", "scheduling policies on modelled engines, in virtual time"),
     "calibrate": ("paceline.cli.calibrate", "the engine model's constants, fitted to a recorded run"),
+    "runs": ("paceline.cli.runs", "the runs of a folder: how each stands, or why it ended"),
     "report": ("paceline.cli.report", "write the report of a finished or live run"),
     "explain": ("paceline.cli.explain", "why a rollout waited, was parked, dropped or trained"),
     "rollouts": (

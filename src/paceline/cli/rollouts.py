@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 import msgspec
 
+from paceline.cli.columns import aligned
 from paceline.cli.options import positive
 from paceline.domain.events import RolloutEnded
 from paceline.domain.group import Fate
@@ -123,9 +124,7 @@ def _sampled_by(row: RolloutRow, version: int) -> bool:
 
 def table(rows: Sequence[RolloutRow]) -> list[str]:
     """Lines of text, escaped."""
-    cells = [_COLUMNS, *[_cells(row) for row in rows]]
-    widths = [max(len(line[n]) for line in cells) for n in range(len(_COLUMNS))]
-    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
+    return aligned([_COLUMNS, *[_cells(row) for row in rows]])
 
 
 def _cells(row: RolloutRow) -> tuple[str, ...]:

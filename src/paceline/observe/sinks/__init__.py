@@ -71,9 +71,9 @@ def open_sinks(
     Raises ConfigError when a package is missing, or when an endpoint would listen beyond loopback without a token:
     before the run starts, nothing is let slide.
     """
-    from paceline.observe.sinks.jsonl import JsonlSink
+    from paceline.observe.sinks.jsonl import FILE, JsonlSink
 
-    sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl")]
+    sinks: list[Sink] = [JsonlSink(run_dir / FILE)]
     try:
         if choice.prometheus is not None:
             from paceline.observe.sinks.prometheus import PrometheusSink

@@ -8,6 +8,8 @@ import msgspec
 
 from paceline.observe.rows import Row
 
+FILE = "metrics.jsonl"
+
 
 class JsonlSink:
     """Appends to a file, opened at the first row; after an error it is opened anew, so a disk may recover."""
