@@ -35,6 +35,8 @@ def test_the_least_config_agrees_with_itself() -> None:
             {"engine": {"type": "vllm", "urls": ["http://e"]}, "sampling": {"top_p": 0.9}},
             "samples with top_p 0.9",
         ),
+        ({"sampling": {"top_p": 0.9}}, "the reference trainer computes them of all of it"),
+        ({"sampling": {"top_k": 20}}, "top_k 20, and its logprobs are of what"),
     ],
 )
 def test_sections_that_contradict_each_other_are_refused(sections: dict[str, Any], told: str) -> None:

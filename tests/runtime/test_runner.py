@@ -343,6 +343,12 @@ def test_an_error_that_wraps_a_broken_connection_is_infrastructure() -> None:
         (None, "failed", "environment", "returned NoneType; expected Result"),
         (Result(np.float32(0.5)), "completed", None, ""),  # type: ignore[arg-type]
         (Result(0.7, metrics={"b": float("nan")}), "completed", None, ""),
+        (Result(0.7, trains=np.bool_(True)), "completed", None, ""),  # type: ignore[arg-type]
+        # One of these in a journal, and nobody could read it again.
+        (Result(0.7, role=0), "failed", "unscored", "role is 0; expected a text"),  # type: ignore[arg-type]
+        (Result(0.7, role=None), "failed", "unscored", "role is None; expected a text"),  # type: ignore[arg-type]
+        (Result(0.7, trains=1), "failed", "unscored", "trains is 1; expected true or false"),  # type: ignore[arg-type]
+        (Result(0.7, trains=None), "failed", "unscored", "trains is None"),  # type: ignore[arg-type]
         (Result(0.7, truncated="turns"), "truncated", "turns", ""),
     ],
 )
@@ -363,6 +369,12 @@ def test_a_rollout_that_sampled_nothing_is_empty() -> None:
 
     assert outcome(World(silent).run()) == ("failed", "empty")
     assert outcome(World(one_call, Script(reply([]))).run()) == ("failed", "empty")
+
+    async def silent_and_odd(model: Model, ctx: Context) -> Result:
+        return Result(1.0, role=0, rewards={"a": "much"})  # type: ignore[arg-type, dict-item]
+
+    rollout = World(silent_and_odd).run()
+    assert (outcome(rollout), rollout.role, rollout.rewards) == (("failed", "empty"), "", {})
 
 
 def test_a_task_that_cannot_be_read_is_the_environments_failure() -> None:

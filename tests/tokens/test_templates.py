@@ -368,3 +368,56 @@ def test_gemmas_calls_keep_texts_as_they_are_and_what_is_no_object_stays_text() 
         broken,
         (),
     )
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", '"\\ud83d"', '{"a": [NaN]}'])
+@pytest.mark.parametrize(
+    ("format", "said"),
+    [
+        ("hermes", '<tool_call>\n{"name": "look", "arguments": {"at": VALUE}}\n</tool_call>'),
+        ("hermes", '<tool_call>{"name": "look", "arguments": "{\\"at\\": VALUE}"}</tool_call>'),
+        ("llama", '{"name": "look", "parameters": {"at": VALUE}}'),
+        ("mistral", '[TOOL_CALLS]look{"at": VALUE}'),
+        ("harmony", ' to=functions.look<|message|>{"at": VALUE}<|call|>'),
+    ],
+)
+def test_a_call_that_json_has_no_words_for_is_no_call(format: str, said: str, value: str) -> None:
+    """Python's reader takes what no other does, and what it makes of it cannot be written for a program."""
+    answer = read_answer(said.replace("VALUE", value), format, TOOLS, split_thinking=True)
+    assert answer.calls == ()
+    good = read_answer(said.replace("VALUE", "7"), format, TOOLS, split_thinking=True)
+    assert [json.loads(call.arguments) for call in good.calls] == [{"at": 7}]
+
+
+@pytest.mark.parametrize("format", ["glm", "qwen_xml"])
+def test_a_value_without_quotes_that_json_has_no_words_for_is_text(format: str) -> None:
+    said = {
+        "glm": "<tool_call>look\n<arg_key>times</arg_key>\n<arg_value>NaN</arg_value>\n</tool_call>",
+        "qwen_xml": "<tool_call>\n<function=look>\n<parameter=times>\nNaN\n</parameter>\n</function>\n</tool_call>",
+    }[format]
+    (call,) = read_answer(said, format, TOOLS, split_thinking=True).calls
+    assert json.loads(call.arguments) == {"times": "NaN"}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("format", "said"),
+    [
+        ("glm", "<tool_call>f" + "<arg_key>a</arg_key><arg_value>" * 3000),
+        ("glm", "<tool_call>f" + "<arg_key>a</arg_key>" * 3000),
+        ("glm", "<tool_call>f" + "<arg_key>" * 9000),
+        ("qwen_xml", "<tool_call><function=f>" + "<parameter=" * 9000),
+        ("mistral", "[TOOL_CALLS]f" + " " * 100_000),
+        ("mistral", "[TOOL_CALLS]" + "f" * 100_000),
+        ("deepseek", "<｜tool▁call▁begin｜>" * 9000),
+        ("deepseek", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>" + "\n```json\n" * 9000),
+        ("harmony", " to=functions." + "a" * 100_000),
+        ("harmony", " to=functions.a" * 9000),
+        ("kimi", "<|tool_call_begin|>f" + " " * 100_000),
+        ("gemma", "<|tool_call>call:f{" * 9000),
+        ("gemma", "<|tool_call>call:f{" + "," * 100_000),
+    ],
+)
+def test_an_answer_that_goes_round_in_circles_is_read_in_no_time(format: str, said: str) -> None:
+    """As a policy in training makes them. It is read where all rollouts are served: the square of its length would be minutes."""
+    read_answer(said, format, TOOLS, split_thinking=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import json
 import os
@@ -61,6 +62,21 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(model_dir: Path, tmp_path: Path) 
     for seed in range(3, 6):
         assert one.step([pack(random_sequences(seed))]) == other.step([pack(random_sequences(seed))])
     assert all(torch.equal(a, b) for a, b in zip(parameters(one), parameters(other), strict=True))
+
+
+def test_a_resumed_trainer_goes_by_the_settings_that_it_has_now(model_dir: Path, tmp_path: Path) -> None:
+    """The resumed run says that it goes on with them; the optimizer went on with those that were saved."""
+    one = Trainer(model_dir, SETTINGS)
+    one.step([pack(random_sequences(0))])
+    save_checkpoint(one, tmp_path, keep_last=2)
+    changed = dataclasses.replace(SETTINGS, weight_decay=0.1, betas=(0.8, 0.99))
+    other = Trainer(model_dir, changed)
+    load_checkpoint(other, latest_checkpoint(tmp_path))
+    assert [(g["weight_decay"], tuple(g["betas"])) for g in other.optimizer.param_groups] == [
+        (0.1, (0.8, 0.99))
+    ]
+    moments = [each.optimizer.state_dict()["state"][0]["exp_avg"] for each in (one, other)]
+    assert torch.equal(*moments)
 
 
 def test_only_the_newest_checkpoints_are_kept(model_dir: Path, tmp_path: Path) -> None:

@@ -243,6 +243,12 @@ class RunConfig(Section):
                     f"engine {self.engine.type!r} may return logprobs of the unprocessed distribution: use "
                     "top_p = 1 and top_k = -1 for training rollouts"
                 )
+            if (sampling.top_p < 1 or sampling.top_k > 0) and self.trainer.type == "reference":
+                raise ValueError(
+                    f"env {section.label!r} samples with top_p {sampling.top_p}, top_k {sampling.top_k}, and its logprobs are of what "
+                    "these leave of the distribution; the reference trainer computes them of all of it, so that no ratio would be "
+                    'right: use top_p = 1 and top_k = -1 for training rollouts, or a trainer that cuts off the same (trainer.type = "external")'
+                )
             if sampling.max_tokens >= self.batch.seq_len:
                 raise ValueError(
                     f"env {section.label!r} may sample {sampling.max_tokens} tokens a turn, but batch.seq_len is "

@@ -20,8 +20,9 @@ from paceline.domain.rollout import Ending, FailureCause, Rollout, Turn, Version
 from paceline.domain.sample import Sample
 from paceline.errors import InvariantError, PacelineError
 
-HIGHEST_LOGPROB = 1e-4
-"""Rounding may lift the logprob of a certain token a little above 0; more than this is no probability."""
+HIGHEST_LOGPROB = 1e-3
+"""Rounding (in bfloat16) may lift the logprob of a certain token a little above 0; more than this is no probability. Clients of engines
+and the trainer go by the same."""
 
 LOWEST_LOGPROB = -9999.0
 """Engines write -9999.0 where they mean minus infinity, because JSON has no word for it."""

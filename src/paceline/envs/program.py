@@ -16,11 +16,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shutil
 import signal
 import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from io import FileIO
 from pathlib import Path
 from typing import Any, ClassVar, Final, Protocol, runtime_checkable
 
@@ -49,6 +52,9 @@ _KEPT: Final = 20_000
 
 _TERM_S: Final = 2.0
 """Between asking a program to end and making it."""
+
+_DRAIN_S: Final = 1.0
+"""For the last of what it said, once it and its group have ended: another session's process may hold its output open."""
 
 
 @runtime_checkable
@@ -135,6 +141,7 @@ class ProgramEnv(Environment):
                 )
             return await self._scored(task, run)
         finally:
+            # Of one that was cut what is left may be scored yet. Where it is not, the folder goes with the program.
             if not program.cut:
                 program.clear()
 
@@ -161,6 +168,8 @@ class _Program:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.clear = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        """Remove the folder; when nobody knows the program any more, it is removed by itself."""
         self.cut = False
         """Whether it was interrupted: its folder is then wanted for scoring."""
         self._exit_code: int | None = None
@@ -170,38 +179,64 @@ class _Program:
         """Until it ends, or is cancelled; then none of its processes is left."""
         if not command:
             raise ConfigError("there is no program to run: give `command`, or define command(data, folder)")
+        process, output = await self._start(command, environ)
         try:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                cwd=self.folder,
-                env={**os.environ, **environ, **marked()},
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                start_new_session=True,
-            )
-        except (FileNotFoundError, PermissionError) as error:
-            raise ConfigError(f"cannot start {command[0]!r}: {error.strerror}") from error
-        except OSError as error:  # no process to be had: not the model's fault, and worth another attempt
-            raise InfrastructureError(f"cannot start {command[0]!r}: {error}") from error
-        assert process.stdout is not None
-        try:
-            while chunk := await process.stdout.read(65_536):
-                self._output += chunk
-                del self._output[: -4 * _KEPT]
+            reading = asyncio.get_running_loop().create_task(self._read(output))
             self._exit_code = await process.wait()
         except asyncio.CancelledError:
             self.cut = True
             raise
         finally:
             await _end_group(process)
+            await asyncio.wait([reading], timeout=_DRAIN_S)
+            reading.cancel()
+
+    async def _start(
+        self, command: Sequence[str], environ: Mapping[str, str]
+    ) -> tuple[asyncio.subprocess.Process, FileIO]:
+        """The process, and what it says. The pipe is our own: asyncio takes a process for running until its pipe has ended, which a
+        server that the program leaves in the background holds."""
+        ours, theirs = os.pipe()
+        output = FileIO(ours)  # closed here, or with its transport
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                cwd=self.folder,
+                env={**os.environ, **environ, **marked()},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=theirs,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except BaseException as error:
+            output.close()
+            if isinstance(error, FileNotFoundError | PermissionError):
+                raise ConfigError(f"cannot start {command[0]!r}: {error.strerror}") from error
+            if isinstance(
+                error, OSError
+            ):  # no process to be had: not the model's fault, and worth another attempt
+                raise InfrastructureError(f"cannot start {command[0]!r}: {error}") from error
+            raise
+        finally:
+            os.close(theirs)
+        return process, output
+
+    async def _read(self, output: FileIO) -> None:
+        """The end of what it says, until nobody can say more."""
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), output
+        )
+        try:
+            while chunk := await reader.read(65_536):
+                self._output += chunk
+                del self._output[: -4 * _KEPT]
+        finally:
+            transport.close()
 
     def result(self, last: Reply | None) -> ProgramRun:
         text = self._output.decode(errors="replace")[-_KEPT:]
         return ProgramRun(self._exit_code, text, self.folder, last)
-
-    def clear(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 async def _end_group(process: asyncio.subprocess.Process) -> None:
@@ -219,9 +254,12 @@ async def _ended(process: asyncio.subprocess.Process) -> None:
 
 
 def _filled(part: str, fields: Mapping[str, Any]) -> str:
-    for name, value in fields.items():
-        part = part.replace("{" + str(name) + "}", str(value))
-    return part
+    """Names in braces by what the task has for them; braces in what it has are left as they are."""
+    if not fields:
+        return part
+    named = {str(name): str(value) for name, value in fields.items()}
+    either = "|".join(map(re.escape, named))
+    return re.sub(rf"\{{({either})\}}", lambda match: named[match[1]], part)
 
 
 def _rows(tasks: Sequence[Mapping[str, Any]] | str) -> list[Any]:

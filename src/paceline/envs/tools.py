@@ -103,7 +103,7 @@ class PlainCalls:
 def _call_of(text: str) -> ToolCall | BadCall:
     try:
         said = msgspec.json.decode(text.strip().encode())
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
         return BadCall(f"the call is not JSON: {error}")
     if not isinstance(said, dict) or not isinstance(said.get("name"), str):
         return BadCall('a call is a JSON object with "name" and "arguments"')
@@ -111,7 +111,7 @@ def _call_of(text: str) -> ToolCall | BadCall:
     if isinstance(arguments, str):  # some models write the arguments as JSON in a string
         try:
             arguments = msgspec.json.decode(arguments.encode())
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
             return BadCall(f"the arguments are not JSON: {error}", name=said["name"])
     if not isinstance(arguments, dict):
         return BadCall('"arguments" must be a JSON object', name=said["name"])

@@ -7,6 +7,7 @@ import math
 from typing import Any, Final, get_args
 
 import msgspec
+import numpy as np
 
 from paceline.domain.rollout import FailureCause, Limit, Outcome
 from paceline.envs.causes import cause_of
@@ -21,7 +22,15 @@ MOST_TEXT: Final = 2000
 
 
 def as_numbers(result: Result) -> tuple[Result, str]:
-    """The result with plain numbers, and what is wrong with its reward, if anything is."""
+    """The result with plain numbers and words, and what is wrong with it, if anything is: what a record may not hold could not be read
+    again, nor could those that are stored beside it."""
+    # Whatever their hints say: environments are anybody's code.
+    role: object = result.role
+    trains: object = result.trains
+    if not isinstance(role, str):
+        return Result(None, info=result.info), f"role is {role!r:.100}; expected a text"
+    if not isinstance(trains, bool | np.bool_):
+        return Result(None, info=result.info), f"trains is {trains!r:.100}; expected true or false"
     try:
         reward = None if result.reward is None else float(result.reward)
         rewards = {str(k): float(v) for k, v in result.rewards.items()} if result.rewards else {}
@@ -36,7 +45,12 @@ def as_numbers(result: Result) -> tuple[Result, str]:
         why = "the environment gave no reward" if result.trains else ""
     elif not math.isfinite(reward):
         reward, why = None, f"the reward is {reward}"
-    made = {"rewards": rewards, "metrics": metrics, "turn_rewards": turn_rewards}
+    made = {
+        "rewards": rewards,
+        "metrics": metrics,
+        "turn_rewards": turn_rewards,
+        "trains": bool(result.trains),
+    }
     return msgspec.structs.replace(result, reward=reward, **made), why
 
 

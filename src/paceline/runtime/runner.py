@@ -362,7 +362,7 @@ class _Run:
             return failed("environment", f"rollout() returned {type(result).__name__}; expected Result"), None
         if not model.recorder.sampled_tokens:
             turns = len(model.recorder.turns)
-            return failed("empty", f"{turns} model calls sampled no token"), result
+            return failed("empty", f"{turns} model calls sampled no token"), as_numbers(result)[0]
         limit = result.truncated or model.cut
         if limit is not None and limit not in LIMITS:
             return no_limit(limit), None

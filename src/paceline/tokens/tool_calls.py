@@ -87,7 +87,7 @@ def _hermes(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
 
 # ── XML with untyped values: Qwen-Coder, Qwen 3.5, Nemotron ──
 
-_PARAMETER = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|$)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>]{1,200})>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|$)", re.DOTALL)
 
 
 def _qwen_xml(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
@@ -102,13 +102,16 @@ def _qwen_xml(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
 
 # ── keys and values in tags: GLM ──
 
-_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_ARGUMENT = re.compile(r"<arg_key>([^<]{0,200})</arg_key>\s*+<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 
 def _glm(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
     def call(match: re.Match[str]) -> list[ToolCall] | None:
         name = match[1].split("<arg_key>", 1)[0].strip()
-        return [_typed(name, _ARGUMENT.findall(match[1]), tools)] if name else None
+        closed = match[1].rpartition(
+            "</arg_value>"
+        )  # behind the last of them there is no whole value to look for
+        return [_typed(name, _ARGUMENT.findall(closed[0] + closed[1]), tools)] if name else None
 
     return _take(re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL), text, call)
 
@@ -135,7 +138,7 @@ def _llama(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
 
 # ── after a marker: Mistral ──
 
-_MISTRAL_NAMED = re.compile(r"\s*([\w.\-]+)\s*(?:\[CALL_ID\]\s*[\w\-]*\s*)?(?:\[ARGS\])?\s*(?=\{)")
+_MISTRAL_NAMED = re.compile(r"\s*+([\w.\-]++)\s*+(?:\[CALL_ID\]\s*+[\w\-]*+\s*+)?(?:\[ARGS\])?\s*+(?=\{)")
 
 
 def _mistral(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
@@ -146,7 +149,8 @@ def _mistral(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
             found = _named(part)
         elif (named := _MISTRAL_NAMED.match(part)) is not None:
             arguments = next(_json_values(part[named.end() :]), None)
-            found = [ToolCall(named[1], _json(arguments))] if isinstance(arguments, dict) else None
+            made = _made(named[1], arguments)
+            found = None if made is None else [made]
         else:
             found = None
         if found is None:
@@ -157,9 +161,11 @@ def _mistral(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
 
 # ── marked parts: DeepSeek, Kimi ──
 
-_DEEPSEEK = re.compile(r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)(?:<｜tool▁call▁end｜>|$)", re.DOTALL)
+_DEEPSEEK = re.compile(
+    r"<｜tool▁call▁begin｜>(.{0,200}?)<｜tool▁sep｜>(.*?)(?:<｜tool▁call▁end｜>|$)", re.DOTALL
+)
 _DEEPSEEK_FRAME = re.compile(r"<｜tool▁calls▁(?:begin|end)｜>")
-_FENCED = re.compile(r"(.*?)\n```json\n(.*?)\n```", re.DOTALL)
+_FENCED = re.compile(r"(.{0,200}?)\n```json\n(.*?)\n```", re.DOTALL)
 
 
 def _deepseek(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
@@ -196,8 +202,8 @@ def _gemma(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
         between = match[2].split('<|"|>')
         between[::2] = [_GEMMA_KEY.sub(r'\1"\2":', part) for part in between[::2]]
         between[1::2] = [json.dumps(said) for said in between[1::2]]
-        value = _parsed("".join(between))
-        return [ToolCall(match[1], _json(value))] if isinstance(value, dict) else None
+        call = _made(match[1], _parsed("".join(between)))
+        return None if call is None else [call]
 
     return _take(_GEMMA, text, call)
 
@@ -205,8 +211,8 @@ def _gemma(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
 # ── channels: GPT-OSS ──
 
 _HARMONY_CALL = re.compile(
-    r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)? to=functions\.([\w.\-]+)(?:<\|channel\|>\w+)?"
-    r"[^<]*(?:<\|constrain\|>\w+)?<\|message\|>(.*?)(?:<\|call\|>|<\|end\|>|$)",
+    r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)? to=functions\.([\w.\-]{1,200}+)(?:<\|channel\|>\w+)?"
+    r"[^<]{0,200}+(?:<\|constrain\|>\w+)?<\|message\|>(.*?)(?:<\|call\|>|<\|end\|>|$)",
     re.DOTALL,
 )
 _HARMONY_MARK = re.compile(r"<\|start\|>assistant|<\|channel\|>\w+|<\|message\|>|<\|end\|>|<\|return\|>")
@@ -280,6 +286,9 @@ whose channels come in any order, nothing is content before the end."""
 
 
 # ── pieces ──
+#
+# Answers may be long and go round in circles, and they are read on the event loop. So each pattern looks at a character a few times
+# only: names have an end (200 characters), and what repeats gives nothing back (`++`).
 
 
 def _take(
@@ -314,13 +323,26 @@ def _call_of(value: Any) -> ToolCall | None:
     if isinstance(arguments, str):
         found = _called(value["name"], arguments)
         return found[0] if found else None
-    return ToolCall(value["name"], _json(arguments)) if isinstance(arguments, dict) else None
+    return _made(value["name"], arguments)
+
+
+def _made(name: str, arguments: Any) -> ToolCall | None:
+    """None where the arguments are no object, or hold what JSON has no words for: NaN, infinities, half a surrogate pair."""
+    if not isinstance(arguments, dict):
+        return None
+    try:
+        said = _json(arguments)
+        (name + said).encode()
+    except (ValueError, RecursionError):
+        return None
+    return ToolCall(name, said)
 
 
 def _called(name: str, arguments: str) -> list[ToolCall] | None:
     """A call whose arguments are JSON text; None if that is not an object."""
     value = next(_json_values(arguments), None) if arguments.strip() else {}
-    return [ToolCall(name, _json(value))] if name and isinstance(value, dict) else None
+    call = _made(name, value) if name else None
+    return None if call is None else [call]
 
 
 def _typed(name: str, given: Sequence[tuple[str, str]], tools: Tools) -> ToolCall:
@@ -333,7 +355,7 @@ def _typed(name: str, given: Sequence[tuple[str, str]], tools: Tools) -> ToolCal
         value: Any = text
         if kind != "string":
             parsed = _parsed(text.strip())
-            if parsed is not _NOT_JSON:
+            if parsed is not _NOT_JSON and _made(name, {key: parsed}) is not None:
                 value = parsed
         arguments[key.strip()] = value
     return ToolCall(name, _json(arguments))
@@ -374,4 +396,4 @@ def _json_values(text: str, between: str = "") -> Iterator[Any]:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -55,6 +55,10 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
             )
         trainer.model.load_state_dict(saved["model"])
         trainer.optimizer.load_state_dict(saved["optimizer"])
+        for (
+            group
+        ) in trainer.optimizer.param_groups:  # those that were saved are of the settings that it had then
+            group["weight_decay"], group["betas"] = trainer.settings.weight_decay, trainer.settings.betas
         trainer.version = version
     except (OSError, EOFError, KeyError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
         raise TrainerError(

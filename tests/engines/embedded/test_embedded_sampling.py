@@ -66,6 +66,18 @@ def test_cut_tokens_are_never_drawn_and_the_logprob_is_renormalised_over_the_res
     np.testing.assert_allclose(np.exp(logprobs), (probs / probs[kept].sum()).numpy()[ids], rtol=1e-5)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_of_logits_that_are_not_finite_a_token_is_drawn_that_is_one_with_a_logprob_that_is_none(
+    bad: float,
+) -> None:
+    """Weights may overflow in training: the reply is refused with its place, and the engine goes on."""
+    logits = torch.zeros(3, 10)
+    logits[1, 4] = bad
+    ids, logprobs = sample(logits, [SamplingParams()] * 3, uniforms([1, 2, 3], [0, 0, 0]))
+    assert all(0 <= token < 10 for token in ids)
+    assert np.isfinite(logprobs).tolist() == [True, False, True]
+
+
 def test_greedy_takes_the_best_token_beside_rows_that_sample_and_reports_the_plain_softmax() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0]] * 2)
     params = [SamplingParams(temperature=0, top_k=1), SamplingParams(temperature=2.0, top_k=2)]

@@ -453,3 +453,49 @@ def test_a_rollout_in_virtual_time_says_that_it_cannot_serve() -> None:
 
     rollout = play(Serves(lambda client: asyncio.sleep(0)), [])
     assert "there is no gateway here" in rollout.outcome.detail
+
+
+def test_what_is_put_behind_an_earlier_response_does_not_change_it() -> None:
+    """A leading answer in the input goes on with the one before; its record stays as it was, also where the request is refused."""
+    prompts: list[int] = []
+
+    async def program(client: Client) -> None:
+        _, first, _ = await client.post("/v1/responses", {"input": "q"})
+        more = {
+            "previous_response_id": first["id"],
+            "input": [{"role": "assistant", "content": "MORE"}, {"role": "user", "content": "next"}],
+        }
+        call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+        bad = {"previous_response_id": first["id"], "input": [call, {"type": "web_search_call"}]}
+        for body in (more, more, bad, {"previous_response_id": first["id"], "input": "plain"}):
+            status, said, _ = await client.post("/v1/responses", body)
+            assert status == (400 if body is bad else 200)
+            if status == 200:
+                prompts.append(said["usage"]["input_tokens"])
+
+    rollout = serve(program, ["one", "two", "three", "four"])
+    assert prompts[0] == prompts[1]
+    assert [turn.after for turn in rollout.turns][-1] == 0, (
+        "the plain one goes on from the first answer alone"
+    )
+    assert rollout.turns[-1].extends
+
+
+def test_a_mistake_of_ours_is_told_in_the_programs_words_and_not_to_be_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("in the gateway")
+
+    monkeypatch.setattr("paceline.runtime.gateway.session.read_answer", broken)
+
+    async def program(client: Client) -> None:
+        status, said, headers = await client.post(
+            "/v1/chat/completions",
+            {"messages": [user("q")], "tools": [{"type": "function", "function": LOOK}]},
+        )
+        assert status == 500
+        assert said["error"]["message"] == "ZeroDivisionError: in the gateway"
+        assert headers["x-should-retry"] == "false"
+
+    serve(program, ["one"])

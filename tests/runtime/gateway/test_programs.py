@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import gc
 import importlib.util
 import os
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from gateway_kit import CALL, TEMPLATE
 
 from paceline.config import Limits
+from paceline.domain.ids import RolloutId
 from paceline.domain.rollout import Rollout
+from paceline.domain.task import Task, TaskRef
+from paceline.envs import Context
+from paceline.envs.endpoint import Endpoint
 from paceline.envs.program import ProgramEnv, ProgramRun
 from paceline.testing import play
 from paceline.testing.tokens import byte_tokenizer
@@ -125,3 +134,63 @@ def _runs(pid: int) -> bool:
         return False
     state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
     return not state.stdout.strip().startswith("Z") and state.stdout.strip() != ""
+
+
+ASKS = """
+import json, os, urllib.request
+urllib.request.urlopen(urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    json.dumps({"messages": [{"role": "user", "content": "q"}]}).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+)).read()
+"""
+
+
+def test_a_server_that_a_program_leaves_in_the_background_does_not_hold_its_end_up(tmp_path: Path) -> None:
+    """It holds the program's output open; the rollout was cut at its deadline, and scored as that."""
+    pid = tmp_path / "pid"
+    shell = f"{sys.executable} -c '{ASKS}'; sleep 600 & echo $! >{pid}; echo said"
+    env = Runs(command=["sh", "-c", shell], tasks=[{}])
+    rollout = play(env, ["a"], serve=True, tokenizer=byte_tokenizer(TEMPLATE), limits=Limits(deadline_s=60.0))
+    assert (rollout.outcome.ending, rollout.reward) == ("completed", 1.0)
+    assert env.run.exit_code == 0
+    assert env.run.output == "said\n"
+    with contextlib.suppress(psutil.NoSuchProcess):
+        assert psutil.Process(int(pid.read_text())).status() == psutil.STATUS_ZOMBIE
+
+
+def test_the_folder_of_a_program_whose_rollout_nobody_wants_any_more_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what a limit ends is scored by what it left; a run that cancels stale rollouts left a folder of each."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    class Serves:
+        last = None
+
+        @contextlib.asynccontextmanager
+        async def serve(self) -> AsyncIterator[Endpoint]:
+            yield Endpoint("http://127.0.0.1:1/x", "secret")
+
+    async def cancelled() -> None:
+        loop = asyncio.get_running_loop()
+        ctx = Context(
+            RolloutId(0, 0, 0), group_seed=1, noise_seed=1, deadline=loop.time() + 60, clock=loop.time
+        )
+        env = Runs(command=["sleep", "600"], tasks=[{}])
+        running = asyncio.create_task(env.rollout(Task(TaskRef("e", "train", 0, 0), {}), Serves(), ctx))  # type: ignore[arg-type]
+        await asyncio.sleep(0.5)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert os.listdir(tmp_path), "a limit may have ended it: what it left can still be scored"
+
+    asyncio.run(cancelled())
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_task_says_in_braces_is_no_name_of_another_part() -> None:
+    env = Runs(command=["{question}", "{answer}", "{other}", "{}"], tasks=[{}])
+    command = env.command({"question": "what is {answer}?", "answer": "42"}, Path())
+    assert command == ["what is {answer}?", "42", "{other}", "{}"]

@@ -120,6 +120,8 @@ def sample(
             drawn = torch.where(
                 torch.tensor(greedy).unsqueeze(1), logprobs.argmax(dim=-1, keepdim=True), drawn
             )
+    # Of logits that are not finite nothing can be drawn. The logprob says so, and whoever asked refuses it.
+    drawn = drawn.clamp(max=logprobs.shape[1] - 1)
     ids: list[int] = drawn.squeeze(1).tolist()
     chosen: list[float] = logprobs.gather(1, drawn).squeeze(1).tolist()
     return ids, chosen

@@ -104,7 +104,7 @@ class Link:
                 if hear is not None and reply.content_type == "text/event-stream":
                     await _heard(reply.content, hear)
                     return Answer(reply.status, b"")
-                content = await reply.read()
+                content = await _whole(reply)
                 return Answer(reply.status, content, retry_after_s(reply.headers.get("Retry-After")))
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise LinkLost(f"cannot connect: {_cause(error)}", arrived=False) from error
@@ -170,6 +170,19 @@ class Link:
 
     def _refusal(self, answer: Answer) -> str:
         return f"answered {answer.status}: {error_text(answer.body) or 'without a word'}"
+
+
+async def _whole(reply: aiohttp.ClientResponse) -> bytes:
+    """The body. LinkLost where it has no length of its own and does not end."""
+    if reply.content_length is not None:
+        return await reply.read()
+    parts, size = [], 0
+    async for part in reply.content.iter_any():
+        parts.append(part)
+        size += len(part)
+        if size > _LARGEST_REPLY:
+            raise LinkLost(f"a reply of more than {_LARGEST_REPLY} bytes", arrived=True)
+    return b"".join(parts)
 
 
 async def _heard(content: aiohttp.StreamReader, hear: Callable[[bytes], None]) -> None:

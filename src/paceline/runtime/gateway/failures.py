@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 from paceline.envs.protocol import RolloutTruncated
 from paceline.errors import EngineError, EnvError, PacelineError
+
+log = logging.getLogger(__name__)
 
 
 class Refused(PacelineError):
@@ -59,4 +62,6 @@ def refused(error: BaseException) -> Refused:
     if isinstance(error, EnvError):
         too_long = str(error).startswith("prompt too long")
         return Refused(400, str(error), code="context_length_exceeded" if too_long else None)
-    raise error
+    # Ours to mend. The program hears of it in the form that it knows, and is not led to ask again, which would sample again.
+    log.error("a call of a program failed", exc_info=error)
+    return Refused(500, f"{type(error).__name__}: {error}", code="internal_error")

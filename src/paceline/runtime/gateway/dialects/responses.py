@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 from paceline.runtime.gateway.asked import (
@@ -40,7 +41,9 @@ class Responses:
                 raise Refused(
                     404, f"this rollout has given no response {before!r}", param="previous_response_id"
                 )
-            messages += history
+            messages += deepcopy(
+                history
+            )  # what is put behind may be added to its last message, also by a request that is refused
         given = body.get("input")
         if isinstance(given, str):
             messages.append({"role": "user", "content": given})
