@@ -13,12 +13,13 @@ WALL = {
 }
 SHOWN = {
     "cli/report.py": {"time.localtime"},
+    "cli/runs.py": {"time.time", "time.localtime"},
     "cli/status.py": {"time.time"},
     "runtime/gateway/session.py": {"time.time"},
     "tokens/tokenizer.py": {"datetime.now"},
 }
-"""Where the time of day is shown to somebody: at the foot of a report, in `status.json`, in an answer's `created`, to a
-chat template."""
+"""Where the time of day is shown to somebody: at the foot of a report, in a list of runs, in `status.json`, in an
+answer's `created`, to a chat template."""
 
 
 def names(node: ast.AST) -> set[str]:

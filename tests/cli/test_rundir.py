@@ -10,7 +10,7 @@ import pytest
 
 from paceline.cli.main import main
 from paceline.cli.run import add_arguments, config_of, forgiven
-from paceline.cli.rundir import existing_run_dir, keep_config, mend_status
+from paceline.cli.rundir import existing_run_dir, keep_config, mend_status, sources_behind
 from paceline.config import RunConfig
 from paceline.config.dump import dump
 from paceline.config.load import load
@@ -117,7 +117,10 @@ def test_a_run_goes_on_by_the_config_that_it_keeps_and_finds_modules_beside_its_
     run_dir.mkdir(parents=True)
     keep_config(run_dir, dump(loaded.value, loaded.provenance))
     configs, beside = config_of(str(run_dir))
-    assert load(RunConfig, configs).value == loaded.value
+    again = load(RunConfig, configs)
+    assert again.value == loaded.value
+    # Each value still comes from where it came from at first.
+    assert sources_behind(configs[0], again.provenance) == dict(loaded.provenance)
     assert beside == [tmp_path / "mine"]
     source.unlink()
     (tmp_path / "mine").rmdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
@@ -17,9 +18,11 @@ from typing import Any
 
 import psutil
 import pytest
+from rich.console import Console
 
 import paceline.cli.studies
 from paceline.cli.main import main
+from paceline.cli.simulate import _tables
 from paceline.cli.studies import simulate, write_study
 from paceline.errors import ConfigError, EngineError, PacelineError
 from paceline.sim.cells import Cell
@@ -426,3 +429,24 @@ def test_the_widest_lengths_that_are_taken_can_be_drawn(tmp_path: Path, shape: s
     text = SMALL.replace('preset = "tailsieve"', shape).replace("steps = 1", "seconds = 60")
     (cell,) = simulate(written(tmp_path, text), processes=1)
     assert cell.numbers["sampled_per_s"] > 0
+
+
+def test_a_table_is_cut_where_it_is_wider_than_the_terminal() -> None:
+    cells = [
+        Cell(f"policy number {n}", "w", seed, {"goodput": 100.0 * (n + 1), "step_s": 4.0})
+        for n in range(5)
+        for seed in (1, 2)
+    ]
+    for width, count in ((80, 3), (200, 1), (20, 5)):
+        shown = list(_tables(cells, "w", width))
+        assert len(shown) == count
+        titles = [str(column.header) for each in shown for column in each.columns[1:]]
+        assert titles == [f"policy number {n}" for n in range(5)]
+        if width >= 80:
+            said = io.StringIO()
+            console = Console(file=said, width=width)
+            for each in shown:
+                console.print(each)
+            assert "…" not in said.getvalue()
+            assert said.getvalue().count("trained tokens/s, times as many") == count
+            assert "5.00 ±0.00" in said.getvalue(), "by the first policy, in whichever table"

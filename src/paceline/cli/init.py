@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     made = scaffold(args.name, args.dir)
     print(f"{made}: an environment, a config and tests. Next:\n")
     print(
-        f"  cd {made}\n  paceline env check run.toml\n  pytest            # trains three steps\n  paceline run run.toml"
+        f"  cd {made}\n  paceline env check run.toml\n  pytest            # trains three steps; needs `pip install pytest`\n  paceline run run.toml"
     )
     return 0
 

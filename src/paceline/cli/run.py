@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -71,10 +72,14 @@ def run(args: argparse.Namespace) -> int:
     from paceline.cli.doctor import render
     from paceline.cli.stopping import leave_with
 
-    beside: list[Path] = []
-    if not args.config:
+    if args.config:
+        loaded = load_config(args)
+    else:
+        from paceline.cli.rundir import sources_behind
+
         args.config, beside = config_of(args.resume)
-    loaded = load_config(args, beside)
+        loaded = load_config(args, beside)
+        loaded = replace(loaded, provenance=sources_behind(args.config[0], loaded.provenance))
     if args.dry_run:
         findings = asyncio.run(diagnose(loaded))
         print(render(findings, color=sys.stdout.isatty()), flush=True)

@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -155,6 +155,22 @@ def keep_config(run_dir: Path, text: str) -> int:
     (folder / f"{number:06d}.toml").write_text(text, encoding="utf-8")
     (run_dir / CONFIG_FILE).write_text(text, encoding="utf-8")
     return number
+
+
+def sources_behind(kept: Path, provenance: Mapping[str, str]) -> dict[str, str]:
+    """The provenance of a config that was read from one that a run keeps: each value comes from where that one says."""
+    told: dict[str, str] = {}
+    try:
+        lines = kept.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        lines = []
+    for key, source in provenance.items():
+        file, _, number = source.rpartition(":")
+        behind = ""
+        if file == str(kept) and number.isdigit() and 0 < int(number) <= len(lines):
+            behind = lines[int(number) - 1].rpartition("  # ")[2] if "  # " in lines[int(number) - 1] else ""
+        told[key] = behind or source
+    return told
 
 
 def folders_of(kept: Path) -> list[Path]:

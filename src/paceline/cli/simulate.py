@@ -18,6 +18,7 @@ from pathlib import Path
 from threading import current_thread, main_thread
 
 from pydantic import ValidationError
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -152,7 +153,8 @@ def _write(study: StudyConfig, cells: list[Cell], out: Path, console: Console, b
         written = write_study(study, cells, out)
     finally:  # what cannot be written is shown all the same: it may have taken hours
         for workload in dict.fromkeys(cell.workload for cell in cells):
-            console.print(_table(cells, workload))
+            for shown in _tables(cells, workload, console.width):
+                console.print(shown)
     rollouts = sum(cell.numbers["rollouts"] for cell in cells)
     took = time.monotonic() - began
     files = printable(", ".join(map(str, written)))
@@ -240,21 +242,31 @@ def _chosen(study: StudyConfig, args: argparse.Namespace) -> StudyConfig:
     return chosen
 
 
-def _table(cells: list[Cell], workload: str) -> Table:
-    """A number a row and a policy a column: there are more numbers than a terminal is wide."""
-    rows = table(cells, workload)
-    shown = Table(title=_text(workload), title_justify="left")
-    shown.add_column("")
-    for policy, _ in rows:
-        shown.add_column(_text(policy), justify="right")
-    for name, each in NUMBERS.items():
-        if any(name in found for _, found in rows):
-            shown.add_row(each.title, *(number(f[name].mean, name) if name in f else "" for _, f in rows))
-    for name, by_policy in against_first(cells, workload).items():
-        if name in ("goodput", "step_s"):
-            ratios = [by_policy.get(policy) for policy, _ in rows[1:]]
-            shown.add_row(PAIRED[name], "1", *(f"{r.mean:.2f} ±{r.half:.2f}" if r else "" for r in ratios))
-    return shown
+_NARROWEST, _TITLES = 10, 37
+"""Widths: of a number with its interval; of the column of titles, with its lines."""
+
+
+def _tables(cells: list[Cell], workload: str, width: int) -> Iterator[Table]:
+    """A number a row and a policy a column, since there are more numbers than a terminal is wide; as many policies in a table as it has
+    room for."""
+    rows, paired = table(cells, workload), against_first(cells, workload)
+    column = max(_NARROWEST, *(cell_len(printable(policy)) for policy, _ in rows)) + 3
+    at_once = max(1, (width - _TITLES) // column)
+    for first in range(0, len(rows), at_once):
+        some = rows[first : first + at_once]
+        shown = Table(title=_text(workload), title_justify="left")
+        shown.add_column("", no_wrap=True)
+        for policy, _ in some:
+            shown.add_column(_text(policy), justify="right", no_wrap=True)
+        for name, each in NUMBERS.items():
+            if any(name in found for _, found in rows):
+                shown.add_row(each.title, *(number(f[name].mean, name) if name in f else "" for _, f in some))
+        for name, by_policy in paired.items():
+            if name in ("goodput", "step_s"):
+                ratios = [by_policy.get(policy) for policy, _ in some]
+                told = [f"{r.mean:.2f} ±{r.half:.2f}" if r else "" for r in ratios]
+                shown.add_row(PAIRED[name], *(["1", *told[1:]] if first == 0 else told))
+        yield shown
 
 
 def _text(name: str) -> Text:
