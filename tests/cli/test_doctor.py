@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -290,6 +291,36 @@ def test_environments_are_tried_as_the_run_makes_them_and_closed_again(
     told = " ".join(finding["facts"] for finding in found if finding["level"] == "error")
     assert "its constructor raised FileNotFoundError" in told
     assert sys.modules["odd_env"].Odd.closed == 1
+
+
+RANKS = """
+from paceline.envs import GroupEnv, ListTasks
+
+class Ranks(GroupEnv):
+    def tasks(self, split):
+        return ListTasks(["a", "b"] if split == "train" else ["c"])
+"""
+
+
+@pytest.mark.parametrize(
+    "workers", ["", 'workers = { type = "process", count = 1 }'], ids=["inline", "workers"]
+)
+def test_an_eval_that_scores_groups_of_another_size_is_told(
+    tmp_path: Path,
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    workers: str,
+) -> None:
+    (tmp_path / "ranks_env.py").write_text(RANKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    env = f'id = "ranks_env:Ranks"\ngroup_size = 6\n{workers}'
+    for k, wrong in ((1, True), (6, False)):
+        held_out = f'[[eval]]\nid = "ranks_env:Ranks"\nexamples = 1\nk = {k}\n{workers}'
+        _, found = doctor(config(tmp_path, model, held_out, env=env), capsys=capsys)
+        told = [f for f in found if "groups of another size" in f["what"]]
+        assert [f["remedy"].partition(",")[0] for f in told] == ["set k to 6"] * wrong
 
 
 FAULTY = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,14 @@ from paceline.domain.task import Split
 from paceline.envs import (
     Context,
     Environment,
+    GroupEnv,
     ListTasks,
     Model,
+    MultiAgentEnv,
     MultiTurnEnv,
     Observation,
     Result,
+    Seat,
     SingleTurnEnv,
 )
 from paceline.envs.builtin.environments import Arithmetic, GuessNumber
@@ -168,11 +171,80 @@ class NoSource(Says):
         return ["a", "b"]
 
 
+class Wins(GroupEnv):
+    """The shortest of a group's answers."""
+
+    def tasks(self, split: Split) -> ListTasks:
+        return ListTasks([split])
+
+    async def rollout_group(self, task: Any, seats: Sequence[Seat]) -> Any:
+        replies = await asyncio.gather(*(seat.model.chat(task.data) for seat in seats))
+        return self.results(task, [len(reply.text) for reply in replies])
+
+    def results(self, task: Any, lengths: list[int]) -> Any:
+        return [Result(float(length == min(lengths))) for length in lengths]
+
+
+class WinsNothing(Wins):
+    def results(self, task: Any, lengths: list[int]) -> Any:
+        pass
+
+
+class WinsAlone(Wins):
+    def results(self, task: Any, lengths: list[int]) -> Any:
+        return [Result(1.0)]
+
+
+class WinsSometimes(Wins):
+    def results(self, task: Any, lengths: list[int]) -> Any:
+        return [Result(1.0 / length) for length in lengths]
+
+
+class WinsByChance(Wins):
+    def results(self, task: Any, lengths: list[int]) -> Any:
+        return [Result(random.random()) for _ in lengths]
+
+
+class WinsAtOnce(Wins):
+    def rollout_group(self, task: Any, seats: Sequence[Seat]) -> Any:
+        return [Result(1.0) for _ in seats]
+
+
+class Duel(MultiAgentEnv):
+    """Three roles, one of which plays only."""
+
+    roles = ("solver", "critic", "judge")
+    frozen = ("critic",)
+
+    def tasks(self, split: Split) -> ListTasks:
+        return ListTasks([split])
+
+    async def episode(self, task: Any, seats: Mapping[str, Seat]) -> Any:
+        answer = await seats["solver"].model.chat(task.data)
+        verdict = await seats["critic"].model.chat(answer.text)
+        last = await seats["judge"].model.chat(verdict.text)
+        return self.scored(
+            {
+                "solver": Result(len(answer.text) / 400),
+                "critic": Result(99.0),
+                "judge": Result(len(last.text) / 400),
+            }
+        )
+
+    def scored(self, results: dict[str, Result]) -> Any:
+        return results
+
+
+class DuelOfNobody(Duel):
+    def scored(self, results: dict[str, Result]) -> Any:
+        return list(results.values())
+
+
 def found(make: Callable[[], Environment]) -> list[Finding]:
     return check_environment(make, tasks=1)
 
 
-@pytest.mark.parametrize("make", [Good, Arithmetic], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("make", [Good, Arithmetic, Wins, Duel], ids=lambda m: m.__name__)
 def test_nothing_is_found_where_nothing_is_wrong(make: Callable[[], Environment]) -> None:
     assert [f for f in found(make) if f.level != "ok"] == []
 
@@ -197,6 +269,7 @@ def test_games_pass_once_the_model_may_say_a_right_answer(make: Callable[[], Env
         (NoTruncation, "warning", "do not extend"),
         (Holds, "warning", "holds up the loop"),
         (Blocks, "warning", "take their time"),
+        (WinsByChance, "warning", "comes out differently"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -217,6 +290,11 @@ def test_each_fault_is_found_and_comes_with_a_remedy(make: Any, level: str, says
         (Changes, "'seen': []} is", "copy task.data"),
         (Waits, "simulated time; after 1 model calls", "give the wait a time limit"),
         (NoSource, "returned a list", "return ListTasks"),
+        (WinsNothing, "returned NoneType", "`Result` for every seat"),
+        (WinsAlone, "1 results for 4 seats", "one `Result` for every seat"),
+        (WinsSometimes, "ZeroDivisionError", "may be anything"),
+        (WinsAtOnce, "plain function", "async def"),
+        (DuelOfNobody, "episode() returned list", "for every role"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -224,6 +302,23 @@ def test_a_common_slip_is_told_by_what_it_is(make: Any, facts: str, remedy: str)
     finding, *_ = [f for f in found(make) if f.level == "error"]
     assert facts in finding.facts
     assert remedy in finding.remedy
+
+
+def test_tasks_that_are_fewer_than_asked_for_are_all_there_is() -> None:
+    findings = check_environment(SameTasks, tasks=3)
+    assert [f for f in findings if f.level == "error"] == []
+    assert any(f.what.startswith("16 rollouts") for f in findings)
+
+
+def test_a_group_is_as_large_as_it_is_said_to_be_and_deals_its_roles() -> None:
+    (told,) = [f for f in check_environment(Wins, tasks=1, group_size=2) if "odd answers" in f.what]
+    assert told.what.startswith("16 rollouts")
+    (told,) = [f for f in check_environment(Duel, tasks=1) if "odd answers" in f.what]
+    assert told.what.startswith("48 rollouts")
+    (rewards,) = [f for f in check_environment(Duel, tasks=1) if f.what == "rewards"]
+    assert rewards.facts == "from 0 to 0.64", "those of a role that only plays are left out"
+    (wrong,) = [f for f in check_environment(Duel, tasks=1, group_size=4) if f.level == "error"]
+    assert "set group_size to a multiple of 3" in wrong.facts
 
 
 async def _spins() -> None:

@@ -65,7 +65,7 @@ def _told(text: str, found: list[Finding]) -> str:
     return "\n".join([*text.splitlines()[:-1], verdict])
 
 
-def _chosen(what: str, given: str) -> list[tuple[str, str, dict[str, Any], int]]:
+def _chosen(what: str, given: str) -> list[tuple[str, str, dict[str, Any], int | None]]:
     """(label, id, args, group size) of each environment that is named."""
     if what.endswith(".toml"):
         from paceline.config import RunConfig
@@ -83,4 +83,4 @@ def _chosen(what: str, given: str) -> list[tuple[str, str, dict[str, Any], int]]
         raise ConfigError(f"--args {given!r} is no JSON: {error}") from error
     if not isinstance(args, dict):
         raise ConfigError(f"--args {given!r}: expected a JSON object")
-    return [(what, what, args, 4)]
+    return [(what, what, args, None)]

@@ -11,6 +11,8 @@ meet: the last to arrive starts the shared call, and each gets its own result of
 from __future__ import annotations
 
 import asyncio
+import inspect
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
@@ -56,26 +58,27 @@ class GroupEnv(Environment):
 
     async def rollout(self, task: Task, model: Model, ctx: Context) -> Result:
         key = (ctx.rollout.group, ctx.rollout.attempt)
-        parties = self._parties
-        party = parties.get(key)
-        if party is None:
-            party = parties[key] = _Party(self.surroundings.group_size)
+        party = self._parties.joined(key, self.surroundings.group_size)
         mine = party.join(Seat(model, ctx, ctx.rollout.member))
         if party.is_whole:
-            del parties[key]
             party.call = asyncio.get_running_loop().create_task(self._together(task, party))
         try:
             return await mine
         except asyncio.CancelledError:
             if mine.cancelled():  # by the run: what is shared cannot go on without one
-                parties.pop(key, None)
+                if party.call is None:
+                    self._parties.broke(key)
                 await party.end()
             raise
 
     async def _together(self, task: Task, party: _Party) -> None:
         seats = party.seats
         try:
-            results = await self.rollout_group(task, seats)
+            results = await _awaited("rollout_group", self.rollout_group(task, seats))
+            if not isinstance(results, Sequence):
+                raise EnvError(
+                    f"rollout_group() returned {type(results).__name__}; expected a list with a Result for each seat"
+                )
             if len(results) != len(seats):
                 raise EnvError(f"rollout_group() returned {len(results)} results for {len(seats)} seats")
         except BaseException as error:
@@ -85,8 +88,9 @@ class GroupEnv(Environment):
             _settle(waits, ended)
 
     @property
-    def _parties(self) -> dict[tuple[int, int], _Party]:
-        parties: dict[tuple[int, int], _Party] = self.__dict__.setdefault("_parties_", {})
+    def _parties(self) -> _Parties:
+        # Not made in __init__, which a subclass need not call.
+        parties: _Parties = self.__dict__.setdefault("_parties_", _Parties())
         return parties
 
 
@@ -130,7 +134,11 @@ class MultiAgentEnv(GroupEnv):
     async def _play(self, task: Task, table: Mapping[str, Seat]) -> dict[int, Ended]:
         ended: Mapping[str, Ended]
         try:
-            ended = await self.episode(task, table)
+            ended = await _awaited("episode", self.episode(task, table))
+            if not isinstance(ended, Mapping):
+                raise EnvError(
+                    f"episode() returned {type(ended).__name__}; expected a mapping with a Result for each role"
+                )
             if missing := [role for role in table if role not in ended]:
                 raise EnvError(f"episode() returned no Result for {', '.join(missing)}")
         except (
@@ -148,21 +156,51 @@ class MultiAgentEnv(GroupEnv):
         return None
 
 
+_MOST_BROKEN = 1000
+"""Groups without one of their members that are remembered for the others: those that were cancelled too never come."""
+
+
+class _Parties:
+    """The groups whose members are on their way to their shared call, by group and attempt."""
+
+    def __init__(self) -> None:
+        self._parties: dict[tuple[int, int], _Party] = {}
+        self._broken: deque[tuple[int, int]] = deque()
+
+    def joined(self, key: tuple[int, int], size: int) -> _Party:
+        """The one that a member of this group joins next; it is forgotten with its last."""
+        party = self._parties.setdefault(key, _Party(size))
+        if party.missing == 1:
+            del self._parties[key]
+        return party
+
+    def broke(self, key: tuple[int, int]) -> None:
+        """Its call will not be: tell those who still come."""
+        self._broken.append(key)
+        if len(self._broken) > _MOST_BROKEN:
+            self._parties.pop(self._broken.popleft(), None)
+
+
 class _Party:
     """The members of one group, on their way to their shared call."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
+        self.missing = size
         self.seats: list[Seat] = []
         self.waits: list[asyncio.Future[Result]] = []
         self.call: asyncio.Task[Any] | None = None
+        self.is_broken = False
 
     @property
     def is_whole(self) -> bool:
-        return len(self.seats) == self.size
+        return not self.missing and not self.is_broken
 
     def join(self, seat: Seat) -> asyncio.Future[Result]:
         mine: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self.missing -= 1
+        if self.is_broken:
+            _settle(mine, _broken())
+            return mine
         self.seats.append(seat)
         self.waits.append(mine)
         return mine
@@ -172,12 +210,27 @@ class _Party:
             _settle(waits, error)
 
     async def end(self) -> None:
-        """Stop the shared call, and wait until it has stopped."""
+        """Stop the shared call, and wait until it has stopped. Members that are still to come find no company."""
         if self.call is None:
-            self.fail(EnvError("a member of its group was cancelled before all were there"))
+            self.is_broken = True
+            self.fail(_broken())
+            self.seats, self.waits = [], []
         elif not self.call.done():
             self.call.cancel()
             await asyncio.wait((self.call,))
+
+
+def _broken() -> EnvError:
+    return EnvError("a member of its group was cancelled before all were there")
+
+
+async def _awaited(name: str, made: Any) -> Any:
+    """What a method of the environment's returns that must be async, since it waits for models."""
+    if not inspect.isawaitable(made):
+        raise EnvError(
+            f"{name}() is a plain function, which cannot wait for a model: write `async def {name}(...)`"
+        )
+    return await made
 
 
 def _settle(waits: asyncio.Future[Result], ended: Result | BaseException) -> None:

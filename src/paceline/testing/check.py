@@ -13,22 +13,22 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from paceline.config import Limits
 from paceline.domain.rollout import Rollout
 from paceline.domain.task import Split
-from paceline.envs.group_env import GroupEnv
+from paceline.envs.group_env import GroupEnv, MultiAgentEnv
 from paceline.envs.plain import plain_frames
 from paceline.envs.protocol import Environment, TaskSource
 from paceline.envs.registry import tasks_of
-from paceline.envs.surroundings import InRun
 from paceline.errors import ConfigError, said_by
 from paceline.runtime.alarm import StillRunning, ends_within
 from paceline.runtime.doctor import Finding
-from paceline.testing.play import play
+from paceline.testing.play import play, play_group
 
 ANSWERS: Final = ("", "yes", "42", "a\n\nb", "é中\U0001f600", "<think>\nno\n</think>\n7", "{", "x" * 400)
 """What the scripted model says, turn by turn: nothing, words, numbers, unicode, thinking, half a JSON, too much."""
@@ -47,12 +47,12 @@ def check_environment(
     make: Callable[[], Environment],
     *,
     tasks: int = 3,
-    group_size: int = 4,
+    group_size: int | None = None,
     answers: Sequence[str] = (),
     seconds: float = 120.0,
 ) -> list[Finding]:
     """All findings, errors first. `make` makes the environment anew; `answers` are said besides our own. Its code may take
-    `seconds` of real time in all."""
+    `seconds` of real time in all. A `GroupEnv` is played by groups of `group_size`: four, or two episodes, unless given."""
     try:
         with ends_within(seconds, _place_now):
             return _checked(make, tasks, group_size, answers)
@@ -68,28 +68,20 @@ def check_environment(
 
 
 def _checked(
-    make: Callable[[], Environment], tasks: int, group_size: int, answers: Sequence[str]
+    make: Callable[[], Environment], tasks: int, group_size: int | None, answers: Sequence[str]
 ) -> list[Finding]:
     env = make()
-    if isinstance(env, GroupEnv):
-        # Its members only move together, which one scripted rollout cannot show.
-        env.bind(InRun(group_size))
-        found = _sources(env, make)
-        found.append(
-            Finding(
-                "warning",
-                "its groups run in one call, and were not rolled out",
-                f"{type(env).__name__} is a GroupEnv",
-                "test rollout_group with seats of your own, as tests/envs do",
-            )
-        )
-        return _ranked(found)
+    cast = _cast_of(env, group_size)
     found = _sources(env, make)
     if any(finding.level == "error" for finding in found):
         return _ranked(found)
     said = (*answers, *ANSWERS)
-    before = _plain(env.tasks("train"), 0)
-    played = [_played(env, said, start, index) for index in range(tasks) for start in range(len(said))]
+    source = env.tasks("train")
+    before = _plain(source, 0)
+    there = tasks if source.size is None else min(tasks, source.size)
+    played = [
+        r for index in range(there) for start in range(len(said)) for r in cast(env, said, start, index)
+    ]
     found += _endings(played)
     if (after := _plain(env.tasks("train"), 0)) != before:
         found.append(
@@ -102,12 +94,12 @@ def _checked(
         )
     if not any(finding.level == "error" for finding in found):
         found += [
-            *_repeats(make, said),
+            *_repeats(make, said, cast),
             *_group_starts(make, said),
             *_rewards(played),
-            *_truncation(env, played),
+            *_truncation(env, played, cast),
             *_branches(played),
-            *_holds_up(make(), said),
+            *_holds_up(make(), said, cast),
         ]
     try:
         asyncio.run(env.close())
@@ -123,11 +115,39 @@ def _ranked(found: list[Finding]) -> list[Finding]:
     return sorted(found, key=lambda finding: rank[finding.level])
 
 
-def _played(env: Environment, said: Sequence[str], start: int, index: int, **more: Any) -> Rollout:
-    """One rollout whose n-th call is answered with the (start + n)-th answer."""
-    script = [said[(start + n) % len(said)] for n in range(_TURNS)]
-    limits = more.pop("limits", Limits(max_turns=_TURNS))
-    return play(env, script, index=index, limits=limits, **more)
+class _Cast(Protocol):
+    """Plays one rollout, or one group where members only move together: the n-th call is answered with the (start + n)-th answer."""
+
+    def __call__(
+        self, env: Environment, said: Sequence[str], start: int, index: int, **more: Any
+    ) -> list[Rollout]: ...
+
+
+def _cast_of(env: Environment, group_size: int | None) -> _Cast:
+    if not isinstance(env, GroupEnv):
+        return _alone
+    roles = len(env.roles) if isinstance(env, MultiAgentEnv) else 0
+    return partial(_together, group_size or 2 * roles or 4)
+
+
+def _alone(env: Environment, said: Sequence[str], start: int, index: int, **more: Any) -> list[Rollout]:
+    return [play(env, _script(said, start), index=index, **_limited(more))]
+
+
+def _together(
+    size: int, env: Environment, said: Sequence[str], start: int, index: int, **more: Any
+) -> list[Rollout]:
+    """Members say different things: each begins one answer later than the one before."""
+    scripts = [_script(said, start + member) for member in range(size)]
+    return play_group(env, scripts, index=index, **_limited(more))
+
+
+def _script(said: Sequence[str], start: int) -> list[str]:
+    return [said[(start + n) % len(said)] for n in range(_TURNS)]
+
+
+def _limited(more: Mapping[str, Any]) -> dict[str, Any]:
+    return {"limits": Limits(max_turns=_TURNS), **more}
 
 
 # ── tasks ──
@@ -246,6 +266,12 @@ _SLIPS: Final = (
     ("coroutine; expected Result", "an `await` is missing in front of what `rollout` returns"),
     ("expected Result", "end `rollout` with `return Result(reward=...)`"),
     ("the reward is", "a reward is a finite number: look for a division by zero, or a missing value"),
+    (
+        "Result for each",
+        "return a `Result` for every seat: `return [Result(reward=...) for seat in seats]`; for every role, by its name",
+    ),
+    ("results for", "return one `Result` for every seat, in their order"),
+    ("is a plain function", "write `async def`"),
     ("must be numbers", "give rewards and metrics as numbers: Result(reward=1.0, metrics={'name': 2.0})"),
 )
 """What an error's text says of the slip behind it, the more telling first."""
@@ -256,7 +282,7 @@ def _remedy(cause: str | None, detail: str) -> str:
 
 
 def _rewards(played: Sequence[Rollout]) -> list[Finding]:
-    rewards = [r.reward for r in played if r.reward is not None]
+    rewards = [r.reward for r in played if r.reward is not None and r.trains]
     if not rewards:
         return [Finding("error", "no rollout has a reward", "", "return Result(reward=...)")]
     low, high = min(rewards), max(rewards)
@@ -286,9 +312,9 @@ def _same(a: Rollout, b: Rollout) -> str:
     return "" if a.reward == b.reward else f"the reward is {a.reward} and then {b.reward}"
 
 
-def _repeats(make: Callable[[], Environment], said: Sequence[str]) -> list[Finding]:
-    first, again = (_played(make(), said, 1, 0, seed=5) for _ in range(2))
-    if difference := _same(first, again):
+def _repeats(make: Callable[[], Environment], said: Sequence[str], cast: _Cast) -> list[Finding]:
+    first, again = (cast(make(), said, 1, 0, seed=5) for _ in range(2))
+    if difference := next(filter(None, map(_same, first, again)), ""):
         return [
             Finding(
                 "warning",
@@ -302,7 +328,9 @@ def _repeats(make: Callable[[], Environment], said: Sequence[str]) -> list[Findi
 
 
 def _group_starts(make: Callable[[], Environment], said: Sequence[str]) -> list[Finding]:
-    first, second = (_played(make(), said, 1, 0, member=m, seed=5) for m in (0, 1))
+    if isinstance(make(), GroupEnv):  # whose members may play different parts
+        return []
+    first, second = (_alone(make(), said, 1, 0, member=m, seed=5)[0] for m in (0, 1))
     opening = [
         [
             m.content
@@ -325,16 +353,17 @@ def _group_starts(make: Callable[[], Environment], said: Sequence[str]) -> list[
 # ── limits ──
 
 
-def _truncation(env: Environment, played: Sequence[Rollout]) -> list[Finding]:
+def _truncation(env: Environment, played: Sequence[Rollout], cast: _Cast) -> list[Finding]:
     if all(len(r.turns) < 2 for r in played):
         return []
-    cut = _played(env, ANSWERS, 1, 0, limits=Limits(max_turns=1))
-    if cut.outcome.ending == "truncated" and cut.reward is None:
+    cut = cast(env, ANSWERS, 1, 0, limits=Limits(max_turns=1))
+    unscored = [r for r in cut if r.outcome.ending == "truncated" and r.reward is None and r.trains]
+    if unscored:
         return [
             Finding(
                 "warning",
                 "a rollout that a limit cuts short has no reward",
-                cut.outcome.detail,
+                unscored[0].outcome.detail,
                 "write on_truncated(task, model, ctx, limit), and keep what it needs in ctx.state: unscored ones "
                 "neither vote nor train, so the model never learns to be brief",
             )
@@ -360,11 +389,11 @@ def _branches(played: Sequence[Rollout]) -> list[Finding]:
 # ── holding up the loop ──
 
 
-def _holds_up(env: Environment, said: Sequence[str]) -> list[Finding]:
+def _holds_up(env: Environment, said: Sequence[str], cast: _Cast) -> list[Finding]:
     """The longest stretch without an await, in real time, and whose code it was."""
     watch = _Watch(threading.get_ident())
     with watch:
-        _played(env, said, 1, 0)
+        cast(env, said, 1, 0)
     found = []
     if watch.loop.longest >= _HELD_S:
         found.append(

@@ -6,13 +6,18 @@
 Everything around the environment is the real thing: recorder, budgets, endings, deadline. Only the engine is a
 script, and waiting takes no time. An environment that serves a program (`model.serve()`) is played in real time, with
 a real gateway: `play(env, answers, serve=True)`.
+
+A `GroupEnv` is played by whole groups, each member with answers of its own:
+
+    long, short = play_group(Shortest(), [["Paris, I think"], ["Paris"]])
+    assert (long.reward, short.reward) == (0.0, 1.0)
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -21,11 +26,12 @@ from numpy.typing import NDArray
 from paceline.config import GatewaySection, Limits, SamplingSection
 from paceline.domain.commands import GrantTurn, StartRollout
 from paceline.domain.events import SegmentEnded, TurnRequested
-from paceline.domain.ids import RolloutId
+from paceline.domain.ids import EngineId, RolloutId
 from paceline.domain.load import EngineInfo, EngineLoad
 from paceline.domain.rollout import Finish, Rollout
 from paceline.domain.task import Split, TaskRef
 from paceline.envs.protocol import Environment
+from paceline.envs.surroundings import InRun
 from paceline.errors import EngineError
 from paceline.ports import GenerateReply, GenerateRequest
 from paceline.runtime.calls import EnvRuntime
@@ -63,6 +69,71 @@ def play(
     a byte and takes `token_s` virtual seconds. An environment that makes more calls than there are answers fails.
     `close` is not called. `tokenizer` is one with another chat template; `serve` plays in real time, with the gateway.
     """
+    (rollout,) = _played(
+        environment,
+        {member: answers},
+        index=index,
+        split=split,
+        seed=seed,
+        limits=limits,
+        max_tokens=max_tokens,
+        token_s=token_s,
+        tokenizer=tokenizer,
+        serve=serve,
+        gateway=gateway,
+    )
+    return rollout
+
+
+def play_group(
+    environment: Environment,
+    answers: Sequence[Answers],
+    *,
+    index: int = 0,
+    split: Split = "train",
+    seed: int = 0,
+    limits: Limits | None = None,
+    max_tokens: int = 256,
+    token_s: float = 0.0,
+    tokenizer: ChatTokenizer | None = None,
+    serve: bool = False,
+    gateway: GatewaySection | None = None,
+) -> list[Rollout]:
+    """Run task `index` as one group, with a member for each of `answers`; their terminal records, in that order.
+
+    Members run side by side, as in a run, and the environment is told how many there are. For the rest see `play`.
+    """
+    environment.bind(InRun(len(answers)))
+    return _played(
+        environment,
+        dict(enumerate(answers)),
+        index=index,
+        split=split,
+        seed=seed,
+        limits=limits,
+        max_tokens=max_tokens,
+        token_s=token_s,
+        tokenizer=tokenizer,
+        serve=serve,
+        gateway=gateway,
+    )
+
+
+def _played(
+    environment: Environment,
+    answers: Mapping[int, Answers],
+    *,
+    index: int,
+    split: Split,
+    seed: int,
+    limits: Limits | None,
+    max_tokens: int,
+    token_s: float,
+    tokenizer: ChatTokenizer | None,
+    serve: bool,
+    gateway: GatewaySection | None,
+) -> list[Rollout]:
+    """The members of one group, by their positions, each on an engine that says the answers of that one."""
     tokenizer = tokenizer or byte_tokenizer()
     shared = EnvRuntime(
         environment=environment,
@@ -71,19 +142,23 @@ def play(
         sampling=SamplingSection(max_tokens=max_tokens),
         bridge=Bridge(tokenizer),
     )
-    command = StartRollout(
-        RolloutId(0, member), TaskRef("env", split, index), seed, seed + member + 1, "scripted", 0
-    )
-
-    async def main() -> Rollout:
-        clock = asyncio.get_running_loop().time
-        engine = _Engine(answers, token_s, tokenizer)
-        door = Gateway(gateway or GatewaySection(), tokenizer, "scripted") if serve else None
-        runner = RolloutRunner(
-            {(split, "env"): shared}, {"scripted": engine}, _OpenGate(), clock, gateway=door
+    commands = [
+        StartRollout(
+            RolloutId(0, member), TaskRef("env", split, index), seed, seed + member + 1, _engine_of(member), 0
         )
+        for member in answers
+    ]
+
+    async def main() -> list[Rollout]:
+        clock = asyncio.get_running_loop().time
+        engines = {
+            _engine_of(member): _Engine(_engine_of(member), said, token_s, tokenizer)
+            for member, said in answers.items()
+        }
+        door = Gateway(gateway or GatewaySection(), tokenizer, "scripted") if serve else None
+        runner = RolloutRunner({(split, "env"): shared}, engines, _OpenGate(), clock, gateway=door)
         try:
-            return await runner.run(command)
+            return list(await asyncio.gather(*map(runner.run, commands)))
         finally:
             if door is not None:
                 await door.close()
@@ -91,12 +166,16 @@ def play(
     return asyncio.run(main()) if serve else run_virtual(main())
 
 
+def _engine_of(member: int) -> EngineId:
+    return EngineId(f"scripted-{member}")
+
+
 class _OpenGate:
     """Grants every turn at once."""
 
     def request(self, event: TurnRequested) -> asyncio.Future[GrantTurn]:
         granted: asyncio.Future[GrantTurn] = asyncio.get_running_loop().create_future()
-        granted.set_result(GrantTurn(event.rollout, "scripted", 0))
+        granted.set_result(GrantTurn(event.rollout, _engine_of(event.rollout.member), 0))
         return granted
 
     def report(self, event: SegmentEnded) -> None:
@@ -106,8 +185,8 @@ class _OpenGate:
 class _Engine:
     """Says what it is told. An abort keeps the tokens that were sampled by then."""
 
-    def __init__(self, answers: Answers, token_s: float, tokenizer: ChatTokenizer) -> None:
-        self.info = EngineInfo("scripted", None, None)
+    def __init__(self, name: EngineId, answers: Answers, token_s: float, tokenizer: ChatTokenizer) -> None:
+        self.info = EngineInfo(name, None, None)
         self._answers = answers
         self._token_s = token_s
         self._tokenizer = tokenizer

@@ -85,6 +85,26 @@ async def test_a_member_that_is_cancelled_ends_the_call_for_all_and_nobody_waits
         assert all(r.outcome.ending in ("cancelled", "failed") for r in ended)
 
 
+async def test_members_that_come_after_one_was_cancelled_do_not_wait_for_it() -> None:
+    env = Ranked()
+    run = await of_group(env, 3)
+    first = asyncio.create_task(run.roll_out(0))
+    await asyncio.sleep(0.05)
+    run.runner.cancel(RolloutId(0, 0), "stale")
+    assert (await first).outcome.ending == "cancelled"
+    async with asyncio.timeout(20):
+        late = [await run.roll_out(1), await run.roll_out(2)]
+    assert [r.outcome.ending for r in late] == ["failed"] * 2
+    assert "cancelled before all were there" in late[0].outcome.detail
+    assert env.calls == 0
+    # The next group is none the worse for it.
+    assert [r.reward for r in await asyncio.gather(*(run.roll_out(m, group=1) for m in range(3)))] == [
+        0.0,
+        1.0,
+        2.0,
+    ]
+
+
 async def test_an_error_of_the_call_is_every_members() -> None:
     class Wrong(Ranked):
         async def rollout_group(self, task: Task, seats: Sequence[Seat]) -> Sequence[Result]:

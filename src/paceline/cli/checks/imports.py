@@ -84,6 +84,7 @@ def env_check(config: RunConfig, section: EnvSection | EvalSection) -> Callable[
         if isinstance(section.workers, ProcessWorkers):
             opened = asyncio.run(_try_worker(section, split))
             size, declares_tools, name = opened.size, opened.has_tools, section.id
+            ranks_members = opened.whole_group and not opened.roles
         else:
             with _ONE_IMPORTS:
                 environment_class(section.id)
@@ -95,6 +96,7 @@ def env_check(config: RunConfig, section: EnvSection | EvalSection) -> Callable[
                 found += prompt_findings(config, section, environment, source, model_here(config))
                 declares_tools = declares_tools_of(environment)
                 name = type(environment).__name__
+                ranks_members = environment.whole_group and not getattr(environment, "roles", ())
             finally:
                 asyncio.run(environment.close())  # the run makes its own
         if isinstance(section, EvalSection) and size is not None and section.examples > size:
@@ -106,6 +108,8 @@ def env_check(config: RunConfig, section: EnvSection | EvalSection) -> Callable[
                     f"set examples to {size}",
                 )
             )
+        if isinstance(section, EvalSection) and ranks_members:
+            found += _other_groups(config, section)
         if declares_tools and has_tool_support(config) is False:
             found.append(
                 Finding(
@@ -120,6 +124,22 @@ def env_check(config: RunConfig, section: EnvSection | EvalSection) -> Callable[
         return found or [Finding("ok", f"{table} {section.label!r}", f"{told} {split} tasks")]
 
     return check
+
+
+def _other_groups(config: RunConfig, section: EvalSection) -> list[Finding]:
+    """What is wrong with an eval whose rewards come of whole groups, if they are not as large as those that train."""
+    sizes = {env.group_size for env in config.env if env.id == section.id}
+    if not sizes or section.k in sizes:
+        return []
+    trained = " or ".join(map(str, sorted(sizes)))
+    return [
+        Finding(
+            "warning",
+            f"eval {section.label!r} scores groups of another size than training",
+            f"k = {section.k}; group_size = {trained}, and {section.id} is handed whole groups",
+            f"set k to {trained}, unless its rewards do not compare members",
+        )
+    ]
 
 
 async def _try_worker(section: EnvSection | EvalSection, split: Split) -> Opened:
