@@ -95,6 +95,11 @@ def test_a_table_is_laid_over_the_default_of_its_section(load_text: LoadText) ->
         ("--anything true", "anything", True),
         ("--anything words", "anything", "words"),
         ("--anything None", "anything", None),
+        ("--anything {a=1}", "anything", {"a": 1}),
+        ('--anything {"a":[1,null]}', "anything", {"a": [1, None]}),
+        ("--anything {a", "anything", "{a"),
+        ('--tracker {"cap":3}', "tracker", Fixed(cap=3)),
+        ("--tracker {cap=3}", "tracker", Fixed(cap=3)),
         ("--scores.a 3 --scores.b none", "scores", {"a": 3, "b": None}),
         ("--per-site.eu.max-turns 3", "per_site", {"eu": Limits(max_turns=3)}),
         ("--tracker", "tracker", Fixed()),
@@ -132,6 +137,17 @@ def test_a_flag_changes_one_key_of_a_list_item_and_leaves_the_rest(load_text: Lo
     loaded = load_text('[[env]]\nid = "a"\nweight = 3\n[[env]]\nid = "b"\n', flags="--env.1.weight 2")
     assert loaded.value.env == (Env(id="a", weight=3), Env(id="b", weight=2))
     assert loaded.provenance["env.0.weight"] == "run.toml:3"
+
+
+def test_a_table_in_a_flag_takes_the_place_of_the_one_that_is_there(load_text: LoadText) -> None:
+    text = '[[env]]\nid = "a"\n[env.args]\nk = 1\n'
+    for flags, args in (
+        ("--env.0.args {}", {}),
+        ("--env.0.args {j=2}", {"j": 2}),
+        ("--env.0.args {} --env.0.args.j 2", {"j": 2}),
+        ("--env.0.args.j 2", {"k": 1, "j": 2}),
+    ):
+        assert load_text(text, flags=flags).value.env == (Env(id="a", args=args),)
 
 
 def test_an_unknown_key_names_file_line_key_and_the_nearest_right_one(error_of: ErrorOf) -> None:
@@ -318,6 +334,7 @@ def test_all_that_is_wrong_is_told_at_once_in_the_order_of_the_files(error_of: E
         ("--seed", "needs a value: integer"),
         ("--no-seed", "cannot be switched off: it takes integer"),
         ("--no-orchestrator", "cannot be switched off: it takes table"),
+        ("--orchestrator {batch_size:3}", "is neither TOML, as { a = 1 }, nor JSON: "),
     ],
 )
 def test_a_flag_that_cannot_be_followed_says_why(error_of: ErrorOf, flags: str, message: str) -> None:

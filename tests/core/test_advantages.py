@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from sink_records import TASK, rollout, sample
 
-from paceline.core.advantages import BUILTIN, GroupView, build, builtin
+from paceline.core.advantages import BUILTIN, Advantages, Algorithm, GroupView, build, builtin
 from paceline.errors import ConfigError
 
 NAMES = sorted(BUILTIN)
@@ -106,7 +107,7 @@ def test_an_unknown_algorithm_or_argument_names_the_nearest() -> None:
         builtin("grpo_sdt", {})
     with pytest.raises(ConfigError, match="did you mean 'per_response'"):
         builtin("grpo", {"per_respons": True})
-    with pytest.raises(ConfigError, match="takes none"):
+    with pytest.raises(ConfigError, match="it takes: none"):
         builtin("rloo", {"beta": 1})
     with pytest.raises(ConfigError, match="true or false"):
         builtin("grpo", {"per_response": "yes"})
@@ -129,6 +130,29 @@ def test_advantages_are_finite_sum_to_zero_and_follow_the_order_of_rewards(
     order = list(range(len(rewards)))
     random.shuffle(order)
     assert values(name, [rewards[i] for i in order]) == pytest.approx(found[order], abs=1e-6)
+
+
+class Bare(Algorithm):
+    def advantages(self, view: GroupView, answers: Any) -> Advantages:
+        raise NotImplementedError
+
+
+class Needs(Bare):
+    def __init__(self, scale: float) -> None:
+        self.share = 1 / scale
+
+
+@pytest.mark.parametrize(
+    ("made", "args", "says"),
+    [
+        (Bare, {"scale": 1.0}, "algorithm 'x': no argument 'scale' (it takes: none)"),
+        (Needs, {}, "algorithm 'x': args.scale is required"),
+        (Needs, {"scale": 0.0}, "algorithm 'x' cannot be made with these args: ZeroDivisionError"),
+    ],
+)
+def test_args_that_an_algorithm_of_ones_own_does_not_take_are_named(made: Any, args: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        build("x", made, args)
 
 
 def test_a_class_that_is_no_algorithm_is_refused_before_a_group_needs_it() -> None:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.config.flags import read_value
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check.add_argument(
         "what", metavar="CONFIG|ID", help="a run's TOML, or `module:Class`, or a built-in name"
     )
-    check.add_argument("--args", default="{}", metavar="JSON", help="the constructor's arguments, with an id")
+    check.add_argument(
+        "--args", default="{}", metavar="TABLE", help="the constructor's arguments, with an id: TOML or JSON"
+    )
     check.add_argument(
         "--answer",
         action="append",
@@ -78,9 +81,9 @@ def _chosen(what: str, given: str) -> list[tuple[str, str, dict[str, Any], int |
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        args = json.loads(given)
+        args = read_value(given)
     except ValueError as error:
-        raise ConfigError(f"--args {given!r} is no JSON: {error}") from error
+        raise ConfigError(f"--args {given!r} is neither TOML, as {{ a = 1 }}, nor JSON: {error}") from error
     if not isinstance(args, dict):
-        raise ConfigError(f"--args {given!r}: expected a JSON object")
+        raise ConfigError(f"--args {given!r}: expected a table, as {{ a = 1 }}")
     return [(what, what, args, None)]

@@ -41,8 +41,9 @@ class Document:
         """Merge `upper` in: its values win, its lists replace, its tables merge."""
         self._merge(self.values, upper.values, (), shape, upper)
 
-    def put(self, path: Path, value: Any, source: Source, shape: Shape) -> None:
-        """Set one value as a flag does, making the tables and list items on the way."""
+    def put(self, path: Path, value: Any, source: Source, shape: Shape, *, keeps_table: bool = False) -> None:
+        """Set one value as a flag does, making the tables and list items on the way. `keeps_table`: an empty table only says
+        that there is one."""
         holder: Any = self.values
         for depth, part in enumerate(path[:-1], start=1):
             wanted = list if isinstance(path[depth], int) else dict
@@ -57,8 +58,8 @@ class Document:
             for name in _dropped(holder, {str(path[-1]): value}, shape_at(self.values, path[:-1], shape)):
                 del holder[name]
                 self._forget((*path[:-1], name))
-        if value == {} and isinstance(self.at(path), dict):
-            return  # "have this section" says nothing new
+        if keeps_table and value == {} and isinstance(self.at(path), dict):
+            return
         self._forget(path)
         _set(holder, path[-1], value)
         self.sources[path] = source

@@ -1,12 +1,14 @@
 """Overrides on the command line: `--orchestrator.batch-size 64 --env.0.weight=2 --no-shuffle --limit None`.
 
 A flag names a place as the file does, with `-` for `_` if one likes, and says its value as plain text, read by
-the type of the place; TOML works too where the type leaves it open. Lists of plain values take `1,2,3`. A
-switch needs no value, and `--no-` turns it off; the same makes a section with its defaults, or none.
+the type of the place; TOML and JSON work too where the type leaves it open. Lists of plain values take `1,2,3`. A table
+takes the place of the one that is there, so that `{}` empties it. A switch needs no value, and `--no-` turns it off; the same
+makes a section with its defaults, or none.
 """
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -47,7 +49,7 @@ def apply_flags(document: Document, model: type[BaseModel], tokens: Sequence[str
         source = Source((1_000_000, flag.position), f"flag {flag.spelled}", "flag")
         try:
             path, shape = _resolve(flag.parts, document, root)
-            document.put(path, _value(flag, shape), source, root)
+            document.put(path, _value(flag, shape), source, root, keeps_table=flag.text is None)
         except _BadFlag as problem:
             problems.append(f"flag {flag.spelled}: {problem}")
     return problems
@@ -90,7 +92,11 @@ def _parse(tokens: Sequence[str], document: Document, root: Shape, problems: lis
         flag = _Flag(f"--{name}", tuple(name.split(".")), text if equals else None, False, position)
         try:
             shape = _resolve(flag.parts, document, root, strict=False)[1]
-            takes_next = not _is_switch(shape) or (following or "").lower() in {*_SWITCH_WORDS, "none"}
+            takes_next = (
+                not _is_switch(shape)
+                or (following or "").lower() in {*_SWITCH_WORDS, "none"}
+                or (bool(shape.sections) and (following or "").startswith("{"))
+            )
         except _BadFlag as problem:
             if name.startswith("no-") and not equals:
                 parts = tuple(name.removeprefix("no-").split("."))
@@ -242,10 +248,23 @@ def _read(text: str, shape: Shape) -> Any:
         return [_read(part.strip(), shape.item) for part in text.split(",") if part.strip()]
     if shape.opaque or shape.item or shape.values or shape.sections:
         try:
-            return tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
+            return read_value(text)
+        except ValueError as error:
+            if text.startswith(("{", "[")) and not shape.opaque and str not in shape.scalars:
+                raise _BadFlag(f"{text!r} is neither TOML, as {{ a = 1 }}, nor JSON: {error}") from None
             return text
     return text
+
+
+def read_value(text: str) -> Any:
+    """A value in the form of TOML, `{ a = 1 }`, or of JSON, `{"a": 1}`. ValueError if it is neither."""
+    try:
+        try:
+            return tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def _has_integers(scalar: Any) -> bool:

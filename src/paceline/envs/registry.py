@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+from paceline.config.arguments import misfit
 from paceline.config.words import nearest
 from paceline.domain.task import Split
 from paceline.envs.protocol import Environment, TaskSource
@@ -57,7 +58,7 @@ def environment_class(env_id: str) -> type[Environment]:
 def make_environment(env_id: str, args: Mapping[str, Any]) -> Environment:
     """An environment, with the config's arguments. ConfigError names an argument that does not fit."""
     made = environment_class(env_id)
-    problem = _misfit(made, args)
+    problem = misfit(made, args)
     if problem:
         raise ConfigError(f"environment {env_id!r}: {problem}")
     try:
@@ -138,21 +139,3 @@ def _module(env_id: str, name: str) -> Any:
         raise ConfigError(
             f"environment {env_id!r}: importing {name} failed: {type(error).__name__}: {error}"
         ) from error
-
-
-def _misfit(made: type[Environment], args: Mapping[str, Any]) -> str:
-    bare = made.__init__ is object.__init__  # whose signature claims to take anything
-    parameters = {} if bare else dict(inspect.signature(made).parameters)
-    named = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    ]
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    for name in args:
-        if name not in named and not takes_any:
-            hint = nearest(name, named)
-            known = ", ".join(named) or "none"
-            return f"no argument {name!r} (it takes: {known})" + (f"; did you mean {hint!r}?" if hint else "")
-    lacking = [n for n in named if parameters[n].default is inspect.Parameter.empty and n not in args]
-    return f"args.{lacking[0]} is required" if lacking else ""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from paceline.config.arguments import misfit
 from paceline.config.words import nearest
 from paceline.core.advantages.base import (
     Advantages,
@@ -20,7 +20,7 @@ from paceline.core.advantages.dr_grpo import DrGrpo
 from paceline.core.advantages.grpo import Grpo, GrpoStd
 from paceline.core.advantages.rloo import Rloo
 from paceline.core.advantages.turn_grpo import TurnGrpo
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, said_by
 
 BUILTIN: Mapping[str, type[Algorithm]] = {
     "grpo": Grpo,
@@ -43,23 +43,15 @@ def builtin(name: str, args: Mapping[str, Any]) -> Algorithm:
 
 
 def build(name: str, factory: type[Algorithm], args: Mapping[str, Any]) -> Algorithm:
-    """Call `factory` with `args`, which its signature must take. ConfigError when it does not."""
-    signature = inspect.signature(factory)
-    known = signature.parameters
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
-    for key in args:
-        if key not in known and not takes_any:
-            near = nearest(key, known)
-            has = f"its arguments are {', '.join(known)}" if known else "it takes none"
-            raise ConfigError(
-                f"algorithm {name!r} has no argument {key!r}: "
-                + (f"did you mean {near!r}?" if near else f"{has}")
-            )
+    """Call `factory` with `args`, which its signature must take. ConfigError when it does not, or raises."""
+    if problem := misfit(factory, args):
+        raise ConfigError(f"algorithm {name!r}: {problem}")
     try:
-        signature.bind(**args)
-    except TypeError as error:
-        raise ConfigError(f"algorithm {name!r}: {error}; set it in algorithm.args") from None
-    made = factory(**args)
+        made = factory(**args)
+    except ConfigError:
+        raise
+    except Exception as error:  # anybody's code
+        raise ConfigError(f"algorithm {name!r} cannot be made with these args: {said_by(error)}") from error
     missing = [part for part in ("requests", "advantages") if not callable(getattr(made, part, None))]
     if missing or not isinstance(made, Algorithm):
         raise ConfigError(
