@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import threading
+from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -12,10 +14,12 @@ from observe.told import Told
 from observe.worlds import EnvShape, Shape, World, sample
 from paceline.domain import events as on
 from paceline.domain.batch import Batch
-from paceline.domain.commands import FinishRun, NoteDead, NoteOutage, ShipBatch
+from paceline.domain.commands import Command, FinishRun, NoteDead, NoteOutage, ShipBatch
+from paceline.domain.events import Event
 from paceline.domain.ids import RolloutId
 from paceline.domain.rollout import Outcome, Rollout
 from paceline.domain.task import TaskRef
+from paceline.errors import EngineError
 from paceline.observe.drawing import sparkline, spread
 from paceline.observe.live import LiveView, open_view
 from paceline.observe.monitor import Monitor
@@ -23,6 +27,8 @@ from paceline.observe.plain import PlainView
 from paceline.observe.rows import Row
 from paceline.observe.run import RunFolds, held_out, summary
 from paceline.observe.told import News, one_line, row_text
+from paceline.testing import Plan, Script, setup_for
+from paceline.testing import World as CoreWorld
 
 
 def watch(world: World, view_of: object, share: float = 1.0) -> RunFolds:
@@ -39,11 +45,8 @@ def test_a_pipe_gets_one_line_a_step_and_an_eval_and_one_for_the_start_and_the_e
     watch(World(Shape(steps=4)), lambda folds: PlainView(folds, out, max_steps=4))
     lines = out.getvalue().splitlines()
     assert "run demo opened, seed 0" in lines[0]
-    assert [line for line in lines if " step " in line and "/4" in line][3].split()[2:4] == [
-        "step",
-        "4/4",
-    ] or True
-    assert sum("step " in line and "/4 " in line for line in lines) == 4
+    steps = [line.partition("] ")[2].split()[:2] for line in lines if "/4 " in line]
+    assert steps == [["step", f"{n}/4"] for n in range(1, 5)]
     assert sum("held-out reverse-text at v" in line for line in lines) == 2
     assert "done: the last step was trained" in lines[-1]
     assert "\x1b" not in out.getvalue()
@@ -243,11 +246,39 @@ def test_a_storm_of_failures_is_told_now_and_then() -> None:
     def failed(at: float) -> str | None:
         outcome = Outcome("failed", "environment", "boom")
         task = TaskRef("a", "train", 0)
-        return news.of(at, on.RolloutEnded(Rollout(id=RolloutId(0, 0), task=task, outcome=outcome)))
+        told = news.of(at, on.RolloutEnded(Rollout(id=RolloutId(0, 0), task=task, outcome=outcome)), [])
+        return told[0] if told else None
 
     told = [failed(at / 10) for at in range(100)]
     assert sum(text is not None for text in told) == 2
     assert "(and 49 before it)" in (told[50] or "")
+
+
+def test_an_engine_that_is_not_used_any_more_is_told_with_how_long_the_run_waits() -> None:
+    """Whether it is said to be lost, or its calls fail."""
+    told: list[str] = []
+    news = News()
+
+    def watch(world: Any, event: Event, commands: list[Command]) -> None:
+        told.extend(news.of(world.now, event, commands))
+
+    def dies(way: str) -> list[str]:
+        told.clear()
+        script = Script(plan=lambda *_: Plan(call_error="boom" if way == "calls" else None))
+        setup = msgspec.structs.replace(setup_for(), engine_wait_s=50.0)
+        world = CoreWorld(setup, script, cap=2, watch=watch)
+        if way == "lost":
+            world.lose("e0", "boom")
+        with pytest.raises(EngineError, match="no engine has been usable for 50 s"):
+            world.run()
+        return [line for line in told if "engine" in line][-2:]
+
+    waits = "no engine is usable; the run waits 50 s for one"
+    assert dies("lost") == ["engine e0 lost: boom", waits]
+    assert dies("calls") == [
+        "engine e0 is taken out until it answers again: 3 calls in a row failed, the last: boom",
+        waits,
+    ]
 
 
 def test_foreign_text_cannot_command_the_terminal() -> None:

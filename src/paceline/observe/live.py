@@ -108,7 +108,7 @@ class LiveView:
             self._time.opened(at)
             self._resuming = False
             self._phase = "" if trained_steps(self._folds) else "first rollouts"
-        if (text := self._news.of(at, event)) is not None:
+        for text in self._news.of(at, event, commands):
             self._event(at, text)
         for command in commands:
             if type(command) is ShipBatch and self._phase:

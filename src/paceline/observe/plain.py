@@ -35,7 +35,7 @@ class PlainView:
     def decided(self, at: float, event: Event, commands: Sequence[Command]) -> None:
         if type(event) is RunOpened:
             self._time.opened(at)
-        if (text := self._news.of(at, event)) is not None:
+        for text in self._news.of(at, event, commands):
             self._line(self._time.at(at), text)
         for command in commands:
             if type(command) is NoteDead:

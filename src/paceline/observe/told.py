@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from paceline.domain.commands import Command, ReviveEngine, WakeAt
 from paceline.domain.events import (
     CheckpointSaved,
     EngineJoined,
@@ -30,8 +31,12 @@ class News:
         self._next_failure = 0.0
         self._untold = 0
 
-    def of(self, at: float, event: Event) -> str | None:
-        """One line about `event`, or None."""
+    def of(self, at: float, event: Event, commands: Sequence[Command]) -> list[str]:
+        """Lines about `event`, and what was decided upon it."""
+        told = self._of_event(at, event)
+        return [*([] if told is None else [told]), *_of_engines(event, commands)]
+
+    def _of_event(self, at: float, event: Event) -> str | None:
         match event:
             case RolloutEnded():
                 return self._failed(at, event.rollout) if event.rollout.outcome.ending == "failed" else None
@@ -60,6 +65,20 @@ class News:
         self._untold = 0
         outcome = rollout.outcome
         return f"{rollout.task.env} {rollout.id} failed ({outcome.cause}){more}: {outcome.detail}"
+
+
+def _of_engines(event: Event, commands: Sequence[Command]) -> list[str]:
+    """What is told of engines that are taken out of use, by whatever event, and of how long the run waits when none is left."""
+    out = [command for command in commands if type(command) is ReviveEngine]
+    lines = []
+    if not isinstance(event, EngineLost | WeightsLoaded):  # which are told with their errors
+        lines += [
+            f"engine {command.engine} is taken out until it answers again: {command.reason}"
+            for command in out
+        ]
+    if out or isinstance(event, EngineLost):
+        lines += [command.reason for command in commands if type(command) is WakeAt]
+    return lines
 
 
 def row_text(row: Row, max_steps: int) -> str:

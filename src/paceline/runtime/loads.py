@@ -31,11 +31,15 @@ async def poll_load(
         except Exception as error:
             if not failing:  # once a streak: the next one says nothing new
                 why = str(error) or type(error).__name__
-                log.warning("no load from engine %s, admission goes on without: %s", engine.info.id, why)
+                log.warning(
+                    "engine %s does not say how busy it is, admission goes on without: %s",
+                    engine.info.id,
+                    why,
+                )
             load, failing = None, True
         else:
             if failing:
-                log.info("engine %s reports its load again", engine.info.id)
+                log.info("engine %s says again how busy it is", engine.info.id)
             failing = False
         post(LoadReported(engine=engine.info.id, load=load))
         await asyncio.sleep(max(0.0, interval_s - (loop.time() - began)))
