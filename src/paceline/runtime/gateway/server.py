@@ -16,7 +16,7 @@ from aiohttp import web
 from paceline.config.gateway import GatewaySection
 from paceline.envs.endpoint import Endpoint
 from paceline.errors import ConfigError
-from paceline.runtime.gateway.asked import Answered, Dialect, Telling
+from paceline.runtime.gateway.asked import Answered, Asked, Dialect, Telling
 from paceline.runtime.gateway.dialects import anthropic, chat, completions, responses, token_ids
 from paceline.runtime.gateway.failures import Refused, refused
 from paceline.runtime.gateway.session import Call, Calls, Session, format_of
@@ -118,17 +118,20 @@ class Gateway:
             raw = await _body(request)
             digest = hashlib.blake2b(path.encode() + b"\0" + raw, digest_size=16).digest()
             call = session.find(digest, request.headers)
+            asked = None if call is None else call.asked
+            if asked is None:
+                asked = dialect.read(_decoded(raw), session)
             if call is None:
-                call = session.start(digest, request.headers, dialect.read(_decoded(raw), session))
+                call = session.start(digest, request.headers, asked)
             call.waiting += 1
-            if call.asked.stream:
-                stream = _Stream(request, dialect, call, session)
+            if asked.stream:
+                stream = _Stream(request, dialect, call, asked, session)
                 response = await stream.run()
                 written = stream.written
                 return response
             answered = await asyncio.shield(call.task)
-            content = dialect.write(call.asked, answered, session)
-            response = _json(content, headers=_noted(call))
+            content = dialect.write(asked, answered, session)
+            response = _json(content, headers=_noted(asked))
             await response.prepare(request)
             await response.write_eof()
             written = True
@@ -143,8 +146,7 @@ class Gateway:
             return _failure(refused(error), dialect)
         finally:
             if call is not None:
-                call.waiting -= 1
-                call.is_told |= written
+                call.leaves(told=written)
 
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
         dialect = DIALECTS["/v1/messages"]
@@ -170,8 +172,11 @@ class Gateway:
 class _Stream:
     """One answer as server-sent events."""
 
-    def __init__(self, request: web.Request, dialect: Dialect, call: Call, session: Session) -> None:
-        self._request, self._dialect, self._call, self._session = request, dialect, call, session
+    def __init__(
+        self, request: web.Request, dialect: Dialect, call: Call, asked: Asked, session: Session
+    ) -> None:
+        self._request, self._dialect, self._call = request, dialect, call
+        self._asked, self._session = asked, session
         self.written = False
         """Whether all of it has been handed to the connection."""
 
@@ -184,7 +189,7 @@ class _Stream:
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
                 "Cache-Control": "no-cache",
-                **_noted(call),
+                **_noted(self._asked),
             }
         )
         await response.prepare(self._request)
@@ -195,7 +200,7 @@ class _Stream:
             told += len(news)
             if news:
                 assert call.heading is not None
-                telling = telling or self._dialect.telling(call.asked, call.heading, self._session)
+                telling = telling or self._dialect.telling(self._asked, call.heading, self._session)
                 await response.write(b"".join([telling.add(*piece) for piece in news]))
             elif call.task.done():
                 break
@@ -205,7 +210,7 @@ class _Stream:
         last = self._late_failure(call.task)
         if last is None:
             answered = call.task.result()
-            telling = telling or self._dialect.telling(call.asked, answered, self._session)
+            telling = telling or self._dialect.telling(self._asked, answered, self._session)
             last = telling.end(answered)
         await response.write(last)
         await response.write_eof()
@@ -249,8 +254,8 @@ def _decoded(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def _noted(call: Call) -> dict[str, str]:
-    ignored = call.asked.ignored
+def _noted(asked: Asked) -> dict[str, str]:
+    ignored = asked.ignored
     return {"x-paceline-ignored": ", ".join(ignored)} if ignored else {}
 
 

@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import Any, Final, Protocol, TypeAlias
 
 import msgspec
@@ -16,6 +17,7 @@ from paceline.envs.recorder import Recorder
 from paceline.errors import EnvError
 from paceline.runtime.gateway.asked import Answered, Asked, Heading, Said
 from paceline.runtime.gateway.failures import Refused
+from paceline.runtime.gateway.remembered import Remembered
 from paceline.runtime.gateway.spoken import Kind, Spoken, goes_on
 from paceline.tokens.marks import first_mark
 from paceline.tokens.tokenizer import ChatTokenizer
@@ -77,7 +79,9 @@ class Call:
     def __init__(self, digest: bytes, key: str | None, asked: Asked) -> None:
         self.digest = digest
         self.key = key
-        self.asked = asked
+        self.asked: Asked | None = asked
+        """None once the answer has been given: a request that repeats it says it again, and a rollout's requests hold its
+        conversation many times over."""
         self.task: asyncio.Task[Answered]
         self.heading: Heading | None = None
         """Set before the first piece."""
@@ -93,6 +97,17 @@ class Call:
     def is_lost(self) -> bool:
         """Whether whoever asked was gone before the answer was written."""
         return not self.is_told and not self.waiting
+
+    def leaves(self, told: bool) -> None:
+        """A request waits no longer; `told` says whether it has been given the answer."""
+        self.waiting -= 1
+        self.is_told |= told
+        if self.is_told and not self.waiting and self.task.done():
+            self.asked = None
+            self.pieces = [
+                (number, kind, "".join([text for *_, text in pieces]))
+                for (number, kind), pieces in groupby(self.pieces, lambda piece: piece[:2])
+            ]
 
     def add(self, heading: Heading, number: int, kind: Kind, text: str) -> None:
         """One more piece."""
@@ -120,8 +135,8 @@ class Session:
         self.label = label
         self.model = model
         self.calls = calls
-        self.history: dict[str, list[dict[str, Any]]] = {}
-        """Conversations that later requests may name, by the identifier of an answer (OpenAI responses)."""
+        self.remembered = Remembered()
+        """Conversations that later requests may name."""
         self._secret = secret.encode()
         self._split = config.thinking == "split"
         self._format = format
@@ -167,12 +182,13 @@ class Session:
             self._count += 1
             name = f"{self.label}-{self._count}"
             heading = Heading(name, int(time.time()), self.model)
-            said = [await self._one(call, heading, n) for n in range(call.asked.n)]
+            assert call.asked is not None  # until it is answered
+            said = [await self._one(call, call.asked, heading, n) for n in range(call.asked.n)]
             return Answered(name, heading.created, self.model, said=said)
 
-    async def _one(self, call: Call, heading: Heading, number: int) -> Said:
-        calls, asked = self.calls, call.asked
-        spoken = self._spoken(call, heading, number) if asked.stream else None
+    async def _one(self, call: Call, asked: Asked, heading: Heading, number: int) -> Said:
+        calls = self.calls
+        spoken = self._spoken(call, asked, heading, number) if asked.stream else None
         tell = None if spoken is None else spoken.take
         if asked.token_ids is not None:
             reply = await calls.generate(
@@ -203,9 +219,9 @@ class Session:
         """Whether calls or thinking are looked for in its answers."""
         return asked.token_ids is None and (bool(asked.tools) or self._split)
 
-    def _spoken(self, call: Call, heading: Heading, number: int) -> Spoken:
+    def _spoken(self, call: Call, asked: Asked, heading: Heading, number: int) -> Spoken:
         """Shows what it can of an answer while it is sampled."""
-        recorder, asked = self.calls.recorder, call.asked
+        recorder = self.calls.recorder
 
         def show(kind: Kind, text: str) -> None:
             prompt = recorder.context_tokens - recorder.call_tokens

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import deepcopy
 from typing import Any
 
 from paceline.runtime.gateway.asked import (
@@ -36,14 +35,12 @@ class Responses:
         messages: list[dict[str, Any]] = []
         before = body.get("previous_response_id")
         if before is not None:
-            history = session.history.get(str(before))
+            history = session.remembered.find(str(before))
             if history is None:
                 raise Refused(
                     404, f"this rollout has given no response {before!r}", param="previous_response_id"
                 )
-            messages += deepcopy(
-                history
-            )  # what is put behind may be added to its last message, also by a request that is refused
+            messages += history  # a copy: what is put behind may be added to its last message
         given = body.get("input")
         if isinstance(given, str):
             messages.append({"role": "user", "content": given})
@@ -202,8 +199,10 @@ def _head(asked: Asked, heading: Heading) -> dict[str, Any]:
 
 
 def remember(asked: Asked, answered: Answered, session: Any) -> None:
-    """Keep the conversation for a request that names this response. Instructions are not part of it, as OpenAI has
-    it: each request gives its own."""
+    """Keep the conversation for a request that names this response, unless it is not to be stored. Instructions are not
+    part of it, as OpenAI has it: each request gives its own."""
+    if asked.body.get("store") is False:
+        return
     said = answered.said[0]
     history = list(asked.messages)
     if asked.body.get("instructions"):
@@ -213,7 +212,7 @@ def remember(asked: Asked, answered: Answered, session: Any) -> None:
         message["reasoning_content"] = said.thinking
     if said.calls:
         message["tool_calls"] = [call_message(id_, call.name, call.arguments) for id_, call in said.calls]
-    session.history[f"resp_{answered.id}"] = [*history, message]
+    session.remembered.add(f"resp_{answered.id}", [*history, message])
 
 
 def _items(heading: Heading, said: Said) -> list[dict[str, Any]]:
