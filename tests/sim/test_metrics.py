@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -82,6 +83,24 @@ def test_a_summary_adds_up_what_was_trained() -> None:
     assert summary.goodput * summary.seconds == pytest.approx(tokens)
     assert summary.seconds == pytest.approx(measure.steps[2].trained - measure.steps[0].trained)
     assert summarize(measure, skip=3) is None
+
+
+def test_where_a_run_overlaps_a_batch_takes_the_time_between_two_cuts() -> None:
+    """Its rollouts had all begun before the cut of the one before: the first start after that is of another batch."""
+    measure = Measure()
+    simulation(
+        workload=TwoPercent(), speed=EVEN, engines=1, train_s=4.0, lag=1, max_staleness=4,
+        admission=FixedCap(60), batch=32, group_size=2, max_steps=12, folds=[measure],
+    ).run()  # fmt: skip
+    steps = measure.steps
+    between = [after.cut - before.cut for before, after in pairwise(steps)]
+    assert any(seen.began > before.cut + 1.0 for before, seen in pairwise(steps))
+    summary = summarize(measure, skip=1, overlapped=True)
+    assert summary is not None
+    assert summary.rollout_s == pytest.approx(np.mean(between[: summary.steps]))
+    apart = summarize(measure, skip=1)
+    assert apart is not None
+    assert apart.rollout_s < 0.9 * summary.rollout_s
 
 
 def test_the_tail_is_the_time_of_the_last_tenth() -> None:

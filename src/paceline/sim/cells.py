@@ -270,7 +270,8 @@ def _numbers(
     }
     if use.tokens_per_pass is not None:
         numbers["tokens_per_pass"] = use.tokens_per_pass
-    summary = summarize(measure, study.study.skip_steps)
+    setup = simulation.core.setup
+    summary = summarize(measure, study.study.skip_steps, overlapped=setup.lag > 0)
     if summary is None:
         return numbers
     numbers |= {name: float(value) for name, value in msgspec.structs.asdict(summary).items()}
@@ -293,7 +294,6 @@ def _numbers(
         for name in LengthBias.__struct_fields__:
             values = [getattr(bias, name) for _, bias in biases.values()]
             numbers[f"length_{name}"] = float(np.average(values, weights=weights))
-    setup = simulation.core.setup
     plans = [plan for each in drawn.values() for plan in each]
     if plans and len(setup.train) == 1 and all(len(plan.turns) == 1 for plan in plans) and _is_plain(engines):
         bound = lower_bound(

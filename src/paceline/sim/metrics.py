@@ -33,8 +33,8 @@ class Summary(msgspec.Struct, frozen=True):
     step_s: float
     """Seconds from step to step."""
     rollout_s: float
-    """Mean seconds from the first start after the batch before it was cut, to its own cut. Where rollouts of the next batch are under
-    way by then, it is the time between two batches, and less than that of the rollouts."""
+    """Mean seconds of the rollouts of a batch: from the first start after the batch before it was cut, to its own cut. Where the run
+    overlaps, and they are under way by then, it is the time between two cuts."""
     train_s: float
     """Mean seconds of the trainer for a batch, as it says itself."""
     tail_s: float
@@ -65,8 +65,8 @@ def counted_steps(measure: Measure, skip: int = 0) -> list[StepSeen]:
     return steps[: last + 1]
 
 
-def summarize(measure: Measure, skip: int = 0) -> Summary | None:
-    """None when no step after the first `skip` was trained; see `counted_steps`."""
+def summarize(measure: Measure, skip: int = 0, *, overlapped: bool = False) -> Summary | None:
+    """None when no step after the first `skip` was trained; see `counted_steps`. `overlapped`: rollouts go on while the trainer works."""
     trained = [seen for seen in measure.steps if seen.trained is not None]
     counted = counted_steps(measure, skip)
     if not counted:
@@ -80,13 +80,14 @@ def summarize(measure: Measure, skip: int = 0) -> Summary | None:
     stale = [n for seen in counted for n in seen.staleness]
     versions = [n for seen in counted for n in seen.versions]
     lengths = [n for seen in counted for n in seen.lengths]
+    cuts = {seen.step: seen.cut for seen in measure.steps} if overlapped else {}
     return Summary(
         steps=len(counted),
         seconds=seconds,
         goodput=tokens / seconds,
         signal_goodput=sum(seen.signal_tokens for seen in counted) / seconds,
         step_s=seconds / len(counted),
-        rollout_s=float(np.mean([seen.cut - seen.began for seen in counted])),
+        rollout_s=float(np.mean([seen.cut - cuts.get(seen.step - 1, seen.began) for seen in counted])),
         train_s=float(np.mean([seen.train_s for seen in counted])),
         tail_s=float(np.mean([tail_s(seen.ends) for seen in counted])),
         mean_length=float(np.mean(lengths)),
